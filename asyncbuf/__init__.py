@@ -1,0 +1,47 @@
+"""A replay buffer and prefetching sampler for asyncio training loops on PyTorch."""
+
+from asyncbuf.batch import Batch, Draw
+from asyncbuf.buffer import BatchStream, ReplayBuffer
+from asyncbuf.errors import (
+    AsyncBufError,
+    BufferClosedError,
+    BufferFailedError,
+    PrefetchError,
+    SchemaError,
+    WrongLoopError,
+)
+from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
+from asyncbuf.stats import BufferStats
+from asyncbuf.storage import ListStorage, Prepared, Run, Storage, TensorStorage
+from asyncbuf.tree import Container, register_container
+from asyncbuf.writer import Placement, RoundRobinWriter, Writer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncBufError",
+    "Batch",
+    "BatchStream",
+    "BufferClosedError",
+    "BufferFailedError",
+    "BufferStats",
+    "Container",
+    "Draw",
+    "ListStorage",
+    "Placement",
+    "PrefetchError",
+    "Prepared",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "Rows",
+    "Run",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SchemaError",
+    "Storage",
+    "TensorStorage",
+    "Writer",
+    "WrongLoopError",
+    "register_container",
+]

@@ -1,0 +1,85 @@
+"""Tickets and batches: what was drawn, and what a consumer gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.utils import _pytree as torch_pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a sampler decides.
+
+    Attributes:
+        indices: the rows of a batch, int64 ``[batch]``, on the CPU.
+        info: what else there is to say of each row, such as weights ``[batch]``.
+        epoch: number of the pass that the rows belong to; None for a sampler without passes.
+        last: whether the pass ends with these rows.
+    """
+
+    indices: torch.Tensor
+    info: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One numbered draw. Tickets are cheap and are made in order.
+
+    Attributes:
+        number: 0 for the first draw of the buffer, then 1, 2, ...
+        draw: what the sampler decided.
+        seed: seed of the generator that transforms get, 63 bits.
+    """
+
+    number: int
+    draw: Draw
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A ticket made real. Also a pytree: ``torch.utils._pytree.tree_map`` reaches the tensors.
+
+    Attributes:
+        data: a tree whose leaves have shape ``[batch, *item]``; after ``collate_fn`` and transforms, what they return.
+        indices: the rows it was gathered from, int64 ``[batch]``.
+        info: what the sampler says of each row.
+        number: number of the ticket.
+        epoch: number of the pass, None for samplers without passes.
+        last: whether it ends a pass.
+    """
+
+    data: Any
+    indices: torch.Tensor
+    info: Mapping[str, Any]
+    number: int
+    epoch: int | None = None
+    last: bool = False
+
+    def __getitem__(self, key: Any) -> Any:
+        """``data[key]``."""
+        return self.data[key]
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return self.indices.shape[0]
+
+
+def _flatten(batch: Batch) -> tuple[list[Any], tuple[int, int | None, bool]]:
+    return [batch.data, batch.indices, dict(batch.info)], (batch.number, batch.epoch, batch.last)
+
+
+def _unflatten(children: Any, context: Any) -> Batch:
+    return Batch(*children, *context)
+
+
+torch_pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="asyncbuf.Batch")

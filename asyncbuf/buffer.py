@@ -1,0 +1,475 @@
+"""The buffer: puts the parts together."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
+from asyncbuf.gate import HistoryGate
+from asyncbuf.pipeline import INLINE_BYTES, Pipeline
+from asyncbuf.sampler import RandomSampler, Sampler
+from asyncbuf.source import Source
+from asyncbuf.stats import BufferStats
+from asyncbuf.storage import Prepared, Storage
+from asyncbuf.threads import finish
+from asyncbuf.transform import Chain
+from asyncbuf.writer import Placement, RoundRobinWriter, Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from asyncbuf.batch import Batch
+    from asyncbuf.line import Line
+
+Transform = Callable[..., Any]
+
+
+class ReplayBuffer:
+    """A replay buffer and prefetching sampler for asyncio.
+
+    Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
+    belong to one event loop; writes and draws take effect in the order of the calls.
+
+    Args:
+        storage: where items live.
+        sampler: which rows a batch takes; ``RandomSampler()`` if None.
+        writer: which rows new items take; ``RoundRobinWriter()`` if None.
+        batch_size: number of items of a batch. None if each call of ``sample`` says its own; nothing is prefetched
+            then.
+        prefetch: how many batches are prepared ahead of those asked for, from 0.
+        workers: how many batches are gathered and transformed at once, from 1.
+        min_size: consumers wait until this many items are stored, from 1.
+        transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
+            Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
+            ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
+            with a ``state_dict`` that is not empty sees the batches in order, one at a time. A transform should return
+            new tensors: what it changes in place, a retry after a failure gets changed.
+        collate_fn: makes batched data of what the storage gathered (of ``ListStorage``: a list of items).
+        device: where the tensors of a batch go in the end; None leaves them on the CPU.
+        pin_memory: whether they go through page-locked memory; needs an accelerator.
+        generator: randomness of all draws; a freshly seeded one if None. Global generators are never used.
+
+    Raises:
+        TypeError, ValueError: an argument is not of the kind or in the range that is expected.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        batch_size: int | None = None,
+        prefetch: int = 0,
+        workers: int = 1,
+        min_size: int = 1,
+        transform: Transform | Sequence[Transform] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        device: torch.device | str | None = None,
+        pin_memory: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        _expect(storage, Storage, "storage")
+        self._sampler: Sampler = _expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
+        self._writer: Writer = _expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        self._generator: torch.Generator = _expect(generator, torch.Generator, "generator")
+        self._batch_size = None if batch_size is None else _count(batch_size, "batch_size", 1)
+        self._prefetch = _count(prefetch, "prefetch", 0)
+        if self._prefetch and self._batch_size is None:
+            raise ValueError(f"batch_size: expected one, because prefetch is {prefetch}; found None")
+        self._workers = _count(workers, "workers", 1)
+        min_size = _count(min_size, "min_size", 1)
+        if min_size > storage.capacity:
+            raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
+        if self._batch_size is not None:
+            self._sampler.check(storage.capacity, self._batch_size)
+        self._storage = storage
+        self._gate = HistoryGate()
+        self._source = Source(storage, self._writer, self._sampler, self._generator, min_size)
+        collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
+        chain = Chain(collate, _listed(transform), device=device, pin_memory=pin_memory)
+        self._pipeline = Pipeline(
+            self._source,
+            chain,
+            self._gate,
+            batch_size=self._batch_size,
+            prefetch=self._prefetch,
+            workers=self._workers,
+        )
+        self._state = "new"
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> Self:
+        """Start the background work. A closed buffer may be opened again: it goes on where it was.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            AsyncBufError: it is open already, or is still being closed.
+        """
+        if self._state not in ("new", "closed"):
+            raise AsyncBufError(f"open: expected a buffer that is not open, found one that is {self._state}")
+        self._state = "open"
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._pipeline.open()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def aclose(self, timeout: float | None = None) -> None:
+        """End the background work. Whoever waits is told at once; tickets that nobody took stay for the next ``open``.
+
+        Does nothing on a buffer that is not open. Safe to call from any task, and again.
+
+        Args:
+            timeout: how long to wait for transforms that still run in threads, in seconds; None waits for them.
+
+        Raises:
+            TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
+        """
+        if self._state in ("new", "closed"):
+            return
+        self._check_loop()
+        self._state = "closing"
+        self._pipeline.begin_close()
+        if not await self._pipeline.closed(timeout):
+            raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
+        if self._state == "closing":  # else another task has closed, and perhaps opened, it meanwhile
+            self._state = "closed"
+
+    async def __aenter__(self) -> Self:
+        """Open."""
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.aclose()
+
+    def __del__(self) -> None:
+        """Complain about a buffer that was dropped while it was open, and end its background work."""
+        if getattr(self, "_state", "new") != "open" or self._loop is None or self._loop.is_closed():
+            return
+        warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
+        self._loop.call_soon_threadsafe(self._pipeline.begin_close)
+
+    def _check_loop(self) -> None:
+        if self._loop is None or self._state in ("new", "closed"):
+            return
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self._loop:
+            found = "no running event loop" if running is None else f"{running!r}"
+            raise WrongLoopError(f"expected the event loop that opened the buffer, {self._loop!r}; found {found}")
+
+    async def _turn(self) -> None:
+        """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
+        self._check_loop()
+        await asyncio.sleep(0)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    async def extend(self, items: Any) -> torch.Tensor:
+        """Write items. Either all of them are written or, with an error or a cancelled wait, none.
+
+        Args:
+            items: a tree whose leaves have shape ``[items, *item]``; for ``ListStorage`` a sequence of items. They are
+                copied: the caller may reuse its arrays afterwards. Of more items than the capacity the last ones stay.
+
+        Returns:
+            The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
+
+        Raises:
+            SchemaError: keys, shapes or dtypes differ from those of the items before, or there is no item.
+            BufferClosedError: the buffer was closed, or ``finish`` was called.
+            BufferFailedError: the background work ended.
+        """
+        return await self._write(functools.partial(self._storage.prepare, items))
+
+    async def add(self, item: Any) -> int:
+        """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
+
+        Returns:
+            Its row.
+        """
+        return int((await self._write(functools.partial(self._storage.prepare_one, item)))[0])
+
+    async def _write(self, prepare: Callable[[], Prepared]) -> torch.Tensor:
+        await self._turn()
+        self._check_writable()
+        prepared = prepare()
+        if prepared.nbytes <= INLINE_BYTES:
+            return await self._gate.apply(functools.partial(self._write_here, prepared, prepare), alone=True)
+        return await self._write_in_thread(prepared, prepare)
+
+    def _write_here(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> torch.Tensor:
+        prepared = self._confirmed(prepared, prepare)
+        placement = self._source.place(prepared)
+        self._storage.write(prepared, placement.runs)
+        return self._commit(placement)
+
+    async def _write_in_thread(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> torch.Tensor:
+        threads = self._pipeline.threads
+        async with self._gate.exclusive():
+            prepared = self._confirmed(prepared, prepare)
+            placement = self._source.place(prepared)
+            copied = threads.copy(self._storage.write, prepared, placement.runs)
+            cancelled = await finish(copied)
+            copied.result()
+            rows = self._commit(placement)
+        if self._state != "open":
+            threads.abandon()  # nobody would end them later
+        if cancelled is not None:
+            raise cancelled
+        return rows
+
+    def _confirmed(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> Prepared:
+        """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
+        self._check_writable()
+        return prepare() if prepared.first else prepared
+
+    def _commit(self, placement: Placement) -> torch.Tensor:
+        rows = self._source.commit(placement)
+        self._pipeline.written()
+        return rows
+
+    def _check_writable(self) -> None:
+        if self._state != "new" and (error := self._pipeline.unusable) is not None:
+            raise error
+        if self._pipeline.finished:
+            raise BufferClosedError("finish() was called: the buffer takes no more items")
+
+    async def finish(self) -> None:
+        """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.
+
+        ``extend`` and ``add`` raise from here on. Batches can be had as long as enough items are stored.
+        """
+        await self._turn()
+        await self._gate.apply(self._pipeline.finish, alone=False)
+
+    async def empty(self) -> None:
+        """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
+        await self._turn()
+        await self._gate.apply(self._clear, alone=True)
+
+    def _clear(self) -> None:
+        self._source.clear()
+        self._pipeline.flush()
+
+    async def update_priority(self, indices: Any, priority: Any) -> None:
+        """Tell the sampler new priorities; samplers without priorities ignore them.
+
+        Args:
+            indices: rows, as in ``batch.indices``: integers ``[n]``.
+            priority: float ``[n]``, or one number for all.
+
+        Raises:
+            TypeError, ValueError, IndexError: they do not fit each other or the storage.
+        """
+        await self._turn()
+        await self._gate.apply(functools.partial(self._source.update_priority, indices, priority), alone=False)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def sample(self, batch_size: int | None = None) -> Batch:
+        """Wait for the next batch.
+
+        A cancelled call loses nothing: the next one gets the batch. Consumers are served first come, first served.
+
+        Args:
+            batch_size: number of items, if not that of the buffer. Such a call draws its own ticket, and what is
+                prefetched stays as it is.
+
+        Raises:
+            PrefetchError: the batch could not be made; the next call tries again.
+            BufferClosedError: the buffer is not open, was closed while waiting, or no more data will come.
+            BufferFailedError: the background work ended.
+            TypeError, ValueError: no such batch size is possible.
+            WrongLoopError: the buffer belongs to another event loop.
+        """
+        await self._turn()
+        batch = await self._pipeline.take(self._line(batch_size))
+        assert batch is not None  # only a call for a certain pass gets none
+        return batch
+
+    def _line(self, batch_size: int | None) -> Line:
+        if batch_size is not None:
+            batch_size = _count(batch_size, "batch_size", 1)
+            self._sampler.check(self.capacity, batch_size)
+        elif self._batch_size is None:
+            raise ValueError("batch_size: expected one, because the buffer was made without; found None")
+        else:
+            batch_size = self._batch_size
+        return self._pipeline.line(batch_size)
+
+    def __aiter__(self) -> BatchStream:
+        """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
+        return BatchStream(self, one_pass=False)
+
+    def epoch(self) -> BatchStream:
+        """``async for batch in buffer.epoch()``: what is left of the pass, or the next pass if none has begun.
+
+        Several tasks may iterate over the object together; each batch goes to one of them.
+
+        Raises:
+            TypeError: the sampler has no passes.
+        """
+        if self._sampler.epoch is None:
+            raise TypeError(f"epoch: expected a sampler with passes, found {type(self._sampler).__name__}")
+        return BatchStream(self, one_pass=True)
+
+    async def skip(self) -> int | None:
+        """Drop the ticket that is first in line, such as one that cannot be made.
+
+        Returns:
+            Its number; None if no ticket is in line.
+        """
+        await self._turn()
+        return self._pipeline.skip(self._line(None))
+
+    async def flush(self) -> int:
+        """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
+
+        Returns:
+            How many were dropped.
+        """
+        await self._turn()
+        return self._pipeline.flush()
+
+    # -- what it looks like -------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of stored items."""
+        return self._writer.size
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows."""
+        return self._storage.capacity
+
+    @property
+    def write_count(self) -> int:
+        """Number of items ever written, overwritten ones included."""
+        return self._writer.write_count
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of items of a batch; None if each call says its own."""
+        return self._batch_size
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Randomness of the draws."""
+        return self._generator
+
+    def stats(self) -> BufferStats:
+        """Counters, at this moment."""
+        pipeline = self._pipeline
+        return BufferStats(
+            size=len(self),
+            capacity=self.capacity,
+            write_count=self.write_count,
+            drawn=pipeline.drawn,
+            delivered=pipeline.delivered,
+            dropped=pipeline.dropped,
+            queued=pipeline.queued,
+            in_flight=pipeline.in_flight,
+            waiting_consumers=pipeline.waiting,
+            waiting_writers=self._gate.waiting_writers,
+            peak_queued=pipeline.peak_queued,
+            gather_seconds=pipeline.gather_seconds,
+            wait_seconds=pipeline.wait_seconds,
+            retries=pipeline.retries,
+        )
+
+    def why_blocked(self) -> str:
+        """In words, what waiting consumers and writers wait for."""
+        reasons = self._pipeline.blocked()
+        if writers := self._gate.waiting_writers:
+            behind = "a write in a thread" if self._gate.writing else f"{self._gate.holds} gather(s) of earlier batches"
+            reasons.append(f"{writers} writer(s) wait behind {behind}")
+        return "; ".join(reasons) if reasons else "nobody waits"
+
+    def __repr__(self) -> str:
+        """The state in one line."""
+        return (
+            f"<ReplayBuffer {self._state} {len(self)}/{self.capacity} items, batch_size={self._batch_size}, "
+            f"prefetch={self._prefetch}, workers={self._workers}, {type(self._sampler).__name__}>"
+        )
+
+
+class BatchStream:
+    """Batches of a buffer, for ``async for``. Keeps no batch back, so it may be dropped at any time."""
+
+    def __init__(self, buffer: ReplayBuffer, *, one_pass: bool) -> None:
+        self._buffer = buffer
+        self._one_pass = one_pass
+        self._epoch: int | None = None
+        self._over = False
+
+    def __aiter__(self) -> Self:
+        """The stream itself."""
+        return self
+
+    async def __anext__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            StopAsyncIteration: the pass is over, the buffer was closed, or its data has run out.
+            PrefetchError, BufferFailedError: as in ``sample``.
+            BufferClosedError: the buffer was never opened.
+        """
+        buffer = self._buffer
+        await buffer._turn()
+        if self._over:
+            raise StopAsyncIteration
+        line = buffer._line(None)
+        if self._one_pass and self._epoch is None:
+            self._epoch = buffer._pipeline.next_epoch(line)
+        try:
+            batch = await buffer._pipeline.take(line, self._epoch)
+        except BufferClosedError:
+            if buffer._state == "new":
+                raise
+            batch = None
+        if batch is None:
+            self._over = self._one_pass
+            raise StopAsyncIteration
+        return batch
+
+
+def _expect(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, found {value!r}")
+    return value
+
+
+def _count(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, found {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, found {value}")
+    return value
+
+
+def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:
+    if transform is None:
+        return []
+    return list(transform) if isinstance(transform, Sequence) else [transform]

@@ -1,0 +1,51 @@
+"""Every error that asyncbuf raises on purpose.
+
+All of them pickle, and each message says what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class AsyncBufError(Exception):
+    """Base class of the errors of this package."""
+
+
+class BufferClosedError(AsyncBufError):
+    """The buffer is not open: not yet, not any more, or no more data will come."""
+
+
+class BufferFailedError(AsyncBufError):
+    """The background work of the buffer ended unexpectedly; the cause is attached."""
+
+
+class WrongLoopError(AsyncBufError, RuntimeError):
+    """An open buffer was used from another event loop, or from another thread, than the one that opened it."""
+
+
+class PrefetchError(AsyncBufError):
+    """A ticket could not be made into a batch; the original error is the cause.
+
+    Nothing is lost: the ticket stays first in line, and the next ``sample()`` tries it again.
+
+    Attributes:
+        number: number of the ticket.
+        indices: the rows that the ticket draws.
+    """
+
+    def __init__(self, message: str, number: int, indices: Sequence[int]) -> None:
+        super().__init__(message)
+        self.number = number
+        self.indices = tuple(indices)
+
+    def __reduce__(self) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]]]:
+        """Pickle by the arguments of the constructor."""
+        return type(self), (str(self), self.number, self.indices)
+
+
+class SchemaError(AsyncBufError, ValueError):
+    """Items do not have the structure, shapes or dtypes of the items stored before them."""

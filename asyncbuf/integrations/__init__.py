@@ -1,0 +1,1 @@
+"""Optional dependencies, each alone in its file."""

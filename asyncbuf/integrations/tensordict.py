@@ -1,0 +1,39 @@
+"""TensorDict as a container of leaves (needs the ``tensordict`` extra)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.utils import is_non_tensor
+
+from asyncbuf.errors import SchemaError
+from asyncbuf.tree import Container, register_container
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+
+def _flatten(value: TensorDictBase, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], Hashable]:
+    keys = tuple(value.keys())
+    children = [value.get(key) for key in keys]
+    for key, child in zip(keys, children, strict=True):
+        if is_tensor_collection(child) and is_non_tensor(child):
+            raise SchemaError(
+                f"expected a tensor at {key!r} of the TensorDict, found {type(child).__name__}: "
+                "only tensors and nested TensorDicts are taken"
+            )
+    size = tuple(value.batch_size)
+    return keys, children, size[1:] if batched else size
+
+
+def _unflatten(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], aux: Any, batch: int | None) -> TensorDict:
+    size = tuple(aux) if batch is None else (batch, *aux)
+    return TensorDict(dict(zip(keys, children, strict=True)), batch_size=size)
+
+
+@functools.cache
+def register() -> None:
+    """Make trees take TensorDicts apart; does nothing the second time."""
+    register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))

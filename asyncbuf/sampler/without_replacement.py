@@ -1,0 +1,91 @@
+"""Passes: every row once, then again from the start."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncbuf.batch import Draw
+from asyncbuf.sampler.base import Rows, Sampler
+from asyncbuf.sampler.permutation import Permutation
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Draws every row once per pass.
+
+    A pass covers the rows that were valid when its first batch was drawn; items that come later join at the next pass.
+    Prefetching never begins a pass before a consumer asks for its first batch, so what was written until then is in it.
+
+    Args:
+        drop_last: leave out the rows at the end of a pass that do not fill a batch.
+        shuffle: a new random order for each pass; otherwise rows come in their order.
+    """
+
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
+        self._drop_last = drop_last
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._length = 0
+        self._seed = 0
+        self._order: Permutation | None = None
+
+    def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
+        """The next rows of the pass; the last batch of a pass may be shorter, unless ``drop_last``.
+
+        Raises:
+            ValueError: with ``drop_last``, a pass has fewer rows than a batch.
+        """
+        if self._position >= self._length:
+            self._begin(rows.size, batch_size, generator)
+        elif self._drop_last and self._length - self._position < batch_size:
+            # Only a call with a larger batch size than the calls before gets here.
+            raise ValueError(
+                f"batch size: expected at most {self._length - self._position}, the rows left in this pass, because of "
+                f"drop_last; found {batch_size}"
+            )
+        start, stop = self._position, min(self._position + batch_size, self._length)
+        indices = torch.arange(start, stop) if self._order is None else self._order[start:stop]
+        epoch, self._position = self._epoch, stop
+        left = self._length - stop
+        last = left == 0 or (self._drop_last and left < batch_size)
+        if last:
+            self._end()
+        return Draw(indices, epoch=epoch, last=last)
+
+    def _begin(self, size: int, batch_size: int, generator: torch.Generator) -> None:
+        if self._drop_last and size < batch_size:
+            raise ValueError(
+                f"batch size: expected at most {size}, the rows of a pass, because of drop_last; found {batch_size}"
+            )
+        self._position, self._length = 0, size
+        if self._shuffle:
+            seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)
+            self._seed = int(seed.item())
+            self._order = Permutation(size, self._seed)
+
+    def _end(self) -> None:
+        self._epoch += 1
+        self._position = self._length = 0
+        self._order = None
+
+    def clear(self) -> None:
+        """End the pass where it is; the next one begins with what is written then."""
+        if self._position < self._length:
+            self._end()
+
+    def check(self, capacity: int, batch_size: int) -> None:
+        """Refuse a batch size that no pass can fill."""
+        if self._drop_last and batch_size > capacity:
+            raise ValueError(
+                f"batch size: expected at most the capacity {capacity}, because of drop_last; found {batch_size}"
+            )
+
+    @property
+    def epoch(self) -> int:
+        """Number of the pass that the next draw belongs to."""
+        return self._epoch
+
+    @property
+    def between_epochs(self) -> bool:
+        """Whether the next draw begins a pass."""
+        return self._position >= self._length

@@ -1,0 +1,7 @@
+"""Where items live."""
+
+from asyncbuf.storage.base import Prepared, Run, Storage
+from asyncbuf.storage.list import ListStorage
+from asyncbuf.storage.tensor import TensorStorage
+
+__all__ = ["ListStorage", "Prepared", "Run", "Storage", "TensorStorage"]

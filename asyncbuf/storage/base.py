@@ -1,0 +1,116 @@
+"""What the buffer asks of a storage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of items that go to neighbouring rows.
+
+    Attributes:
+        row: the first row.
+        item: position of the first item in what was handed to ``extend``.
+        count: how many.
+    """
+
+    row: int
+    item: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Items that were checked and may be written.
+
+    Attributes:
+        count: number of items.
+        nbytes: bytes that writing them moves.
+        payload: what the storage that prepared them wants to find again.
+        first: whether the structure of an item was not known yet. Such items are prepared again in their turn, since
+            another write may decide it first.
+    """
+
+    count: int
+    nbytes: int
+    payload: Any
+    first: bool = False
+
+
+class Storage(ABC):
+    """Where items live. Knows rows and nothing of the order in which they are written or read.
+
+    The buffer calls every method on its event loop, except ``write`` and ``gather``, which it moves to a thread when
+    ``Prepared.nbytes`` or ``gather_nbytes`` say that they are large. It never calls ``write`` beside anything else.
+
+    Args:
+        capacity: number of rows.
+
+    Raises:
+        TypeError: the capacity is not an int.
+        ValueError: the capacity is not positive.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int):
+            raise TypeError(f"capacity: expected an int, found {capacity!r} of type {type(capacity).__name__}")
+        if capacity < 1:
+            raise ValueError(f"capacity: expected at least 1, found {capacity}")
+        self._capacity = capacity
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows."""
+        return self._capacity
+
+    @abstractmethod
+    def prepare(self, items: Any) -> Prepared:
+        """Check a batch of items (leading axis: items) against what is stored.
+
+        Raises:
+            SchemaError: the items do not fit; nothing has changed.
+        """
+
+    @abstractmethod
+    def prepare_one(self, item: Any) -> Prepared:
+        """Check one item, without a leading axis; otherwise as ``prepare``."""
+
+    @abstractmethod
+    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+        """Copy prepared items into rows. What the caller does to its items afterwards does not show."""
+
+    @abstractmethod
+    def gather(self, indices: torch.Tensor) -> Any:
+        """Collect rows into fresh memory.
+
+        Args:
+            indices: int64 ``[batch]``, on the CPU, each from 0 to ``capacity - 1`` and written before.
+
+        Returns:
+            A tree whose leaves have shape ``[batch, *item]``, or what ``collate`` turns into one.
+        """
+
+    def collate(self, gathered: Any) -> Any:
+        """Turn what ``gather`` returned into batched tensors, where no ``collate_fn`` was given."""
+        return gathered
+
+    @property
+    def needs_collate(self) -> bool:
+        """Whether ``collate`` does any work."""
+        return False
+
+    @abstractmethod
+    def gather_nbytes(self, count: int) -> int:
+        """Bytes that gathering ``count`` rows moves."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every item. The structure of an item stays known."""

@@ -1,0 +1,158 @@
+"""Items as rows of memory: the storage for tensors, arrays and numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from asyncbuf import tree
+from asyncbuf.errors import SchemaError
+from asyncbuf.storage import layout
+from asyncbuf.storage.base import Prepared, Run, Storage
+from asyncbuf.storage.leaf import Field, as_bits, fit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class _Rows:
+    """The memory behind a known structure, and how a batch is cut out of it."""
+
+    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...]) -> None:
+        self.spec = spec
+        self.fields = fields
+        self.layout = layout.plan(fields)
+        self.blocks = [layout.allocate(capacity, stride) for stride in self.layout.strides]
+        self.columns = [
+            layout.numpy_view(self.blocks[place.block], field, place.offset)
+            for field, place in zip(fields, self.layout.places, strict=True)
+        ]
+        self.row_nbytes = sum(self.layout.strides)
+
+
+class TensorStorage(Storage):
+    """Rows of tensors, numpy arrays or numbers in main memory.
+
+    The structure of an item (keys, shapes, dtypes) is taken from the first items written; later items must have the
+    same. Memory becomes real only as rows fill, so ``capacity`` may be chosen freely. Small fields of a row lie
+    side by side: the tensors of a batch may be strided along the batch axis (``.contiguous()`` gives a dense one).
+
+    Args:
+        capacity: number of rows.
+
+    Raises:
+        TypeError: the capacity is not an int.
+        ValueError: the capacity is not positive.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._rows: _Rows | None = None
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The leaves of an item; empty before the first write."""
+        return () if self._rows is None else self._rows.fields
+
+    def prepare(self, items: Any) -> Prepared:
+        """Check items whose leaves have shape ``[items, *item]`` and the structure of those before."""
+        spec, leaves = self._taken_apart(items, batched=True)
+        paths = self._paths(spec)
+        count = -1
+        for leaf, path in zip(leaves, paths, strict=True):
+            shape = getattr(leaf, "shape", None)
+            if not shape:
+                what = type(leaf).__name__ if shape is None else f"{type(leaf).__name__} without axes"
+                raise SchemaError(f"{path}: expected a leading axis of items, found a {what}")
+            if count not in (-1, shape[0]):
+                raise SchemaError(
+                    f"{path}: expected {count} items along the leading axis, as in {paths[0]}, found {shape[0]}"
+                )
+            count = shape[0]
+        if count == 0:
+            raise SchemaError("expected at least one item, found none")
+        return self._checked(spec, leaves, count, lambda bits: bits)
+
+    def prepare_one(self, item: Any) -> Prepared:
+        """Check one item, whose leaves have no leading axis."""
+        spec, leaves = self._taken_apart(item, batched=False)
+        return self._checked(spec, leaves, 1, lambda bits: bits[None])
+
+    def _taken_apart(self, items: Any, *, batched: bool) -> tuple[tree.Spec, list[Any]]:
+        if self._rows is not None:
+            spec = self._rows.spec
+            return spec, tree.flatten_like(spec, items, batched=batched)
+        leaves, spec = tree.flatten(items, batched=batched)
+        if not leaves:
+            raise SchemaError(f"expected items with at least one leaf, found {spec}")
+        return spec, leaves
+
+    def _paths(self, spec: tree.Spec) -> Sequence[str]:
+        return spec.paths() if self._rows is None else [field.path for field in self._rows.fields]
+
+    def _checked(
+        self, spec: tree.Spec, leaves: list[Any], count: int, batched: Callable[[Any], np.ndarray[Any, Any]]
+    ) -> Prepared:
+        if self._rows is None:
+            return self._first(spec, leaves, count, batched)
+        arrays = []
+        for field, leaf in zip(self._rows.fields, leaves, strict=True):
+            array = batched(fit(field, *as_bits(leaf, field.path)))
+            if array.shape[1:] != field.shape:
+                raise SchemaError(
+                    f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
+                )
+            arrays.append(array)
+        return Prepared(count, count * self._rows.row_nbytes, (arrays, spec, self._rows.fields))
+
+    def _first(
+        self, spec: tree.Spec, leaves: list[Any], count: int, batched: Callable[[Any], np.ndarray[Any, Any]]
+    ) -> Prepared:
+        arrays, fields = [], []
+        for leaf, path in zip(leaves, spec.paths(), strict=True):
+            bits, dtype, guessed = as_bits(leaf, path)
+            array = batched(fit(Field(path, dtype, ()), bits, dtype, guessed))
+            arrays.append(array)
+            fields.append(Field(path, dtype, array.shape[1:]))
+        nbytes = count * sum(field.nbytes for field in fields)
+        return Prepared(count, nbytes, (arrays, spec, tuple(fields)), first=True)
+
+    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+        """Copy prepared items into rows; the first ones decide how rows are laid out."""
+        arrays, spec, fields = prepared.payload
+        if self._rows is None:
+            self._rows = _Rows(self.capacity, spec, fields)
+        for column, array in zip(self._rows.columns, arrays, strict=True):
+            for run in runs:
+                column[run.row : run.row + run.count] = array[run.item : run.item + run.count]
+
+    def gather(self, indices: torch.Tensor) -> Any:
+        """Collect rows into fresh tensors ``[batch, *item]``."""
+        rows = self._rows
+        if rows is None:
+            raise SchemaError("expected written rows, found an empty storage")
+        count = indices.shape[0]
+        positions = indices.numpy()
+        taken = []
+        for block, stride in zip(rows.blocks, rows.layout.strides, strict=True):
+            out = torch.empty(count * stride, dtype=torch.uint8)
+            if stride:
+                # "clip" writes straight into `out`; "raise" would go through a second buffer.
+                np.take(block, positions, axis=0, out=out.numpy().reshape(count, stride), mode="clip")
+            taken.append(out)
+        leaves = [
+            layout.torch_view(taken[place.block], rows.layout.strides[place.block], field, place.offset)
+            if field.nbytes
+            else torch.empty((count, *field.shape), dtype=field.dtype)
+            for field, place in zip(rows.fields, rows.layout.places, strict=True)
+        ]
+        return tree.unflatten(rows.spec, leaves, batch=count)
+
+    def gather_nbytes(self, count: int) -> int:
+        """Bytes that gathering ``count`` rows moves."""
+        return 0 if self._rows is None else count * self._rows.row_nbytes
+
+    def clear(self) -> None:
+        """Forget every item; the structure and the memory stay."""

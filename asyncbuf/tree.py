@@ -1,0 +1,263 @@
+"""Pytrees: taking items apart into leaves, and putting leaves together again.
+
+A tree is built of dicts, lists, tuples, named tuples, dataclasses and registered containers (TensorDict registers
+itself when the extra is installed). Everything else is a leaf. The structure is a :class:`Spec`, which can be
+compared, described in words, and used to put together the same structure around other leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncbuf.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+
+class Container(NamedTuple):
+    """How one type of container is taken apart and put together.
+
+    Attributes:
+        name: a stable name for the type, used in messages and in checkpoints.
+        flatten: ``flatten(value, batched) -> (keys, children, aux)``. ``batched`` says whether the leaves have a
+            leading batch axis; ``aux`` is what else is needed, of plain hashable values, the batch axis left out.
+        unflatten: ``unflatten(type, keys, children, aux, batch) -> value``. ``batch`` is the length of the leading
+            batch axis, or None where there is none.
+        keeps_type: whether the exact type is part of the structure. Where it is not, ``unflatten`` gets None for
+            it, and subclasses come back as the plain type (their constructors may want anything).
+    """
+
+    name: str
+    flatten: Callable[[Any, bool], tuple[tuple[Hashable, ...], Sequence[Any], Hashable]]
+    unflatten: Callable[[Any, tuple[Any, ...], Sequence[Any], Any, int | None], Any]
+    keeps_type: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """The structure of a tree.
+
+    Attributes:
+        kind: name of the container, or ``"leaf"``.
+        type: the type to put together again; None for a leaf.
+        keys: one key per child: dict keys, field names or positions.
+        children: the structure below each key.
+        aux: what else the container needs.
+    """
+
+    kind: str
+    type: Any = None
+    keys: tuple[Hashable, ...] = ()
+    children: tuple[Spec, ...] = ()
+    aux: Hashable = None
+
+    def paths(self, prefix: str = "") -> list[str]:
+        """Names of the leaves in order, ``obs/pixels`` for the leaf below two dict keys; ``"."`` for a lone leaf."""
+        if self.kind == "leaf":
+            return [prefix or "."]
+        return [
+            path
+            for key, child in zip(self.keys, self.children, strict=True)
+            for path in child.paths(f"{prefix}/{key}" if prefix else str(key))
+        ]
+
+    def __str__(self) -> str:
+        """The structure in one line, as in ``dict(obs, action)``."""
+        if self.kind == "leaf":
+            return "leaf"
+        inner = ", ".join(
+            str(key) if child.kind == "leaf" else f"{key}: {child}"
+            for key, child in zip(self.keys, self.children, strict=True)
+        )
+        return f"{self.kind}({inner})"
+
+
+LEAF = Spec("leaf")
+
+
+def _sequence(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], None]:
+    return tuple(range(len(value))), value, None
+
+
+def _mapping(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], None]:
+    return tuple(value), list(value.values()), None
+
+
+def _named_tuple(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], None]:
+    return tuple(value._fields), value, None
+
+
+def _dataclass(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], None]:
+    names = tuple(field.name for field in dataclasses.fields(value))
+    return names, [getattr(value, name) for name in names], None
+
+
+_DICT = Container(
+    "dict", _mapping, lambda kind, keys, children, aux, batch: dict(zip(keys, children, strict=True)), False
+)
+_LIST = Container("list", _sequence, lambda kind, keys, children, aux, batch: list(children), False)
+_TUPLE = Container("tuple", _sequence, lambda kind, keys, children, aux, batch: tuple(children), False)
+_NAMED_TUPLE = Container("namedtuple", _named_tuple, lambda kind, keys, children, aux, batch: kind(*children))
+_DATACLASS = Container(
+    "dataclass",
+    _dataclass,
+    lambda kind, keys, children, aux, batch: kind(**dict(zip(keys, children, strict=True))),
+)
+_BUILT_IN = (_DICT, _LIST, _TUPLE, _NAMED_TUPLE, _DATACLASS)
+_registered: dict[type, Container] = {}
+_looked_up: dict[type, Container | None] = {}
+_by_name: dict[str, Container] = {container.name: container for container in _BUILT_IN}
+
+
+def register_container(cls: type, container: Container) -> None:
+    """Teach trees a type of container.
+
+    Args:
+        cls: the type; its subclasses count too.
+        container: how it is taken apart and put together.
+
+    Raises:
+        ValueError: the name is taken by another container.
+    """
+    taken = _by_name.get(container.name)
+    if taken is not None and taken is not _registered.get(cls):
+        raise ValueError(f"container name {container.name!r} is taken: expected a name not in {sorted(_by_name)}")
+    _registered[cls] = container
+    _by_name[container.name] = container
+    _looked_up.clear()
+
+
+def _container_of(cls: type) -> Container | None:
+    try:
+        return _looked_up[cls]
+    except KeyError:
+        return _looked_up.setdefault(cls, _look_up(cls))
+
+
+def _look_up(cls: type) -> Container | None:
+    if issubclass(cls, dict):
+        return _DICT
+    if issubclass(cls, tuple):
+        return _NAMED_TUPLE if hasattr(cls, "_fields") else _TUPLE
+    if issubclass(cls, list):
+        return _LIST
+    if "tensordict" in sys.modules:
+        # A TensorDict can only reach us if its package is loaded, so nothing is imported that was not there.
+        from asyncbuf.integrations import tensordict as _integration
+
+        _integration.register()
+    for parent in cls.__mro__:
+        if parent in _registered:
+            return _registered[parent]
+    return _DATACLASS if dataclasses.is_dataclass(cls) else None
+
+
+def flatten(tree: Any, *, batched: bool) -> tuple[list[Any], Spec]:
+    """Take a tree apart.
+
+    Args:
+        tree: any tree.
+        batched: whether the leaves have a leading batch axis.
+
+    Returns:
+        The leaves in order, and the structure.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten_into(tree, batched, leaves)
+
+
+def _flatten_into(tree: Any, batched: bool, leaves: list[Any]) -> Spec:
+    container = _container_of(type(tree))
+    if container is None:
+        leaves.append(tree)
+        return LEAF
+    keys, children, aux = container.flatten(tree, batched)
+    specs = tuple(_flatten_into(child, batched, leaves) for child in children)
+    return Spec(container.name, type(tree) if container.keeps_type else None, keys, specs, aux)
+
+
+def flatten_like(spec: Spec, tree: Any, *, batched: bool) -> list[Any]:
+    """Take a tree apart that must have a known structure; dict keys may come in any order.
+
+    Args:
+        spec: the structure that is expected.
+        tree: the tree.
+        batched: whether the leaves have a leading batch axis.
+
+    Raises:
+        SchemaError: the structure differs; the message names the place.
+    """
+    if spec.kind == "dict" and type(tree) is dict and all(child is LEAF for child in spec.children):
+        # The common case, a flat dict, without a walk.
+        try:
+            leaves = [tree[key] for key in spec.keys]
+        except KeyError:
+            leaves = []
+        if len(tree) == len(leaves) and all(_container_of(type(leaf)) is None for leaf in leaves):
+            return leaves
+    leaves = []
+    _flatten_like_into(spec, tree, batched, "", leaves)
+    return leaves
+
+
+def _flatten_like_into(spec: Spec, tree: Any, batched: bool, path: str, leaves: list[Any]) -> None:
+    container = _container_of(type(tree))
+    kind = "leaf" if container is None else container.name
+    if kind != spec.kind or (spec.type is not None and type(tree) is not spec.type):
+        found = f"{kind} of type {type(tree).__qualname__}"
+        wanted = spec.kind if spec.type is None else f"{spec.kind} of type {spec.type.__qualname__}"
+        raise SchemaError(f"structure differs at {path or 'the top'}: expected {wanted}, found {found}")
+    if container is None:
+        leaves.append(tree)
+        return
+    keys, children, aux = container.flatten(tree, batched)
+    if set(keys) != set(spec.keys):
+        missing = [key for key in spec.keys if key not in keys]
+        extra = [key for key in keys if key not in spec.keys]
+        raise SchemaError(
+            f"keys differ at {path or 'the top'}: expected {list(spec.keys)}, found {list(keys)} "
+            f"(missing {missing}, unknown {extra})"
+        )
+    if aux != spec.aux:
+        raise SchemaError(f"{kind} at {path or 'the top'} differs: expected {spec.aux}, found {aux}")
+    by_key = dict(zip(keys, children, strict=True))
+    for key, child in zip(spec.keys, spec.children, strict=True):
+        _flatten_like_into(child, by_key[key], batched, f"{path}/{key}" if path else str(key), leaves)
+
+
+def unflatten(spec: Spec, leaves: Sequence[Any], *, batch: int | None = None) -> Any:
+    """Put leaves together into a structure.
+
+    Args:
+        spec: the structure.
+        leaves: one value per leaf, in order.
+        batch: length of the leading batch axis of the leaves, None where they have none.
+
+    Returns:
+        The tree.
+    """
+    if spec.kind == "dict" and all(child is LEAF for child in spec.children):
+        return dict(zip(spec.keys, leaves, strict=True))
+    remaining = iter(leaves)
+    return _build(spec, remaining.__next__, batch)
+
+
+def _build(spec: Spec, take: Callable[[], Any], batch: int | None) -> Any:
+    if spec.kind == "leaf":
+        return take()
+    children = [_build(child, take, batch) for child in spec.children]
+    return _by_name[spec.kind].unflatten(spec.type, spec.keys, children, spec.aux, batch)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to every leaf; the structure stays, and so do the leading axes of TensorDicts."""
+    leaves, spec = flatten(tree, batched=False)
+    return unflatten(spec, [function(leaf) for leaf in leaves])
+
+
+def copy_containers(tree: Any) -> Any:
+    """The same leaves in fresh containers, so that replacing a leaf in one tree does not show in the other."""
+    return map_leaves(lambda leaf: leaf, tree)

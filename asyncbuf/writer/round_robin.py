@@ -1,0 +1,54 @@
+"""The ring: the oldest item makes room for the newest."""
+
+from __future__ import annotations
+
+from asyncbuf.storage.base import Run
+from asyncbuf.writer.base import Placement, Writer
+
+
+class RoundRobinWriter(Writer):
+    """Fills row after row and starts over at row 0.
+
+    Of more items than the capacity in one write, the last ``capacity`` are kept, in the rows that a ring would have
+    left them in.
+    """
+
+    def __init__(self) -> None:
+        self._cursor = 0
+        self._size = 0
+        self._write_count = 0
+
+    @property
+    def cursor(self) -> int:
+        """The row that the next item takes."""
+        return self._cursor
+
+    @property
+    def size(self) -> int:
+        """Number of valid rows."""
+        return self._size
+
+    @property
+    def write_count(self) -> int:
+        """Number of items ever written."""
+        return self._write_count
+
+    def place(self, count: int, capacity: int) -> Placement:
+        """Rows from the cursor on, in one run or, across the end of the ring, in two."""
+        skipped = max(0, count - capacity)
+        kept = count - skipped
+        start = (self._cursor + skipped) % capacity
+        first = min(kept, capacity - start)
+        if first == kept:
+            return Placement(count, (Run(start, skipped, kept),))
+        return Placement(count, (Run(start, skipped, first), Run(0, skipped + first, kept - first)))
+
+    def commit(self, placement: Placement, capacity: int) -> None:
+        """Move the cursor past the items."""
+        self._cursor = (self._cursor + placement.offered) % capacity
+        self._size = min(capacity, self._size + placement.offered)
+        self._write_count += placement.offered
+
+    def clear(self) -> None:
+        """Start over at row 0."""
+        self._cursor = self._size = 0
