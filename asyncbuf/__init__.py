@@ -2,15 +2,22 @@
 
 from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import BatchStream, ReplayBuffer
+from asyncbuf.checkpoint.codec import register_codec, register_type
 from asyncbuf.errors import (
     AsyncBufError,
     BufferClosedError,
     BufferFailedError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
     PrefetchError,
     SchemaError,
     WrongLoopError,
 )
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
+from asyncbuf.snapshot import Snapshot
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import ListStorage, Prepared, Run, Storage, TensorStorage
 from asyncbuf.tree import Container, register_container
@@ -25,6 +32,11 @@ __all__ = [
     "BufferClosedError",
     "BufferFailedError",
     "BufferStats",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointVersionError",
     "Container",
     "Draw",
     "ListStorage",
@@ -39,9 +51,12 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "SchemaError",
+    "Snapshot",
     "Storage",
     "TensorStorage",
     "Writer",
     "WrongLoopError",
+    "register_codec",
     "register_container",
+    "register_type",
 ]

@@ -42,10 +42,32 @@ class PrefetchError(AsyncBufError):
         self.number = number
         self.indices = tuple(indices)
 
-    def __reduce__(self) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]]]:
         """Pickle by the arguments of the constructor."""
         return type(self), (str(self), self.number, self.indices)
 
 
 class SchemaError(AsyncBufError, ValueError):
     """Items do not have the structure, shapes or dtypes of the items stored before them."""
+
+
+class CheckpointError(AsyncBufError):
+    """A snapshot or checkpoint could not be written, read or restored. What is live has not changed."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at that place."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is damaged: a file is missing, cut, changed or not what it claims to be."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint has a format version that this release does not know."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is sound but belongs to something else than what it is restored into."""

@@ -156,6 +156,13 @@ class Line:
         for waiter in self.waiters:
             waiter.notify()
 
+    def restore(self, entries: list[Entry]) -> None:
+        """Start over with other tickets; consumers that wait go on waiting."""
+        self.entries = deque(entries)
+        self.taken = 0
+        self.goal = self.asked + self.depth
+        self.error = None
+
     def drop(self) -> list[Entry]:
         """Take every ticket out of the line."""
         dropped = list(self.entries)

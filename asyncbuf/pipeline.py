@@ -11,6 +11,7 @@ import asyncio
 import functools
 import time
 from collections import deque
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf.background import Background, logger, without_own_frames
@@ -18,10 +19,11 @@ from asyncbuf.batch import Batch, Ticket
 from asyncbuf.errors import BufferClosedError, BufferFailedError, PrefetchError
 from asyncbuf.line import Entry, Line, Stage, Waiter
 from asyncbuf.threads import Threads
+from asyncbuf.tickets import SavedTicket, Tickets
 from asyncbuf.transform import Chain, Progress, mixed_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from concurrent.futures import Future
 
     from asyncbuf.gate import HistoryGate
@@ -54,9 +56,10 @@ class Pipeline:
         workers: int,
     ) -> None:
         self._source = source
-        self._chain = chain
+        self.chain = chain
         self._gate = gate
         self._workers = workers
+        self._batch_size = batch_size
         self._lines: dict[int, Line] = {} if batch_size is None else {batch_size: Line(batch_size, prefetch)}
         self._number = 0
         self._background: Background | None = None
@@ -68,6 +71,10 @@ class Pipeline:
         # With stateful transforms: the tickets that were not transformed yet, in order, one at a time.
         self._order: deque[Entry] = deque()
         self._order_busy = False
+        self._resting = False
+        self._delivery = asyncio.Lock()
+        self._holding = False
+        self._progress: asyncio.Future[None] | None = None
         self.delivered = self.dropped = self.retries = self.peak_queued = 0
         self.gather_seconds = self.wait_seconds = 0.0
 
@@ -85,9 +92,7 @@ class Pipeline:
         self._background = Background(self._work, self._workers, crashed=self._crash, closed=self._close)
         self._unusable = None
         await self._background.started()
-        for entry in list(self._entries()):
-            if not entry.settled:
-                self._take_up(entry)
+        self._take_all_up()
 
     def begin_close(self) -> None:
         """Tell everyone that waits, and let the background tasks end."""
@@ -191,7 +196,7 @@ class Pipeline:
             raise self._unusable()
         if self.finished and not line.entries and not self._source.drawable:
             raise BufferClosedError("finish() was called: no item will come for the batch that was waited for")
-        if waiter.over or line.waiters[0] is not waiter:
+        if waiter.over or self._holding or line.waiters[0] is not waiter:
             return None
         if not line.entries:
             error, line.error = line.error, None
@@ -272,14 +277,21 @@ class Pipeline:
         self._number += 1
         line.entries.append(entry)
         self.peak_queued = max(self.peak_queued, self.queued)
-        if self._chain.ordered:
+        if self.chain.ordered:
             self._order.append(entry)
         self._gather(entry)
 
     # -- making tickets real ------------------------------------------------------------------------------------------
 
+    def _take_all_up(self) -> None:
+        unsettled = [entry for entry in self._entries() if not entry.settled]
+        if self.chain.ordered:
+            self._order = deque(sorted(unsettled, key=lambda entry: entry.ticket.number))
+        for entry in unsettled:
+            self._take_up(entry)
+
     def _take_up(self, entry: Entry) -> None:
-        if self._chain.ordered and entry not in self._order:
+        if self.chain.ordered and entry not in self._order:
             self._order.appendleft(entry)
         if entry.progress is None:
             self._gate.draw(functools.partial(self._gather, entry))
@@ -330,11 +342,11 @@ class Pipeline:
         assert progress is not None
         if entry.dropped:
             return
-        if self._chain.ordered:
+        if self.chain.ordered:
             self._next_in_order()
-        elif self._chain.quick and progress.step == 0:
+        elif self.chain.quick and progress.step == 0:
             try:
-                data = self._chain.run_here(progress.data, entry.ticket.seed)
+                data = self.chain.run_here(progress.data, entry.ticket.seed)
             except Exception as error:
                 self._failed(entry, error)
             else:
@@ -346,7 +358,7 @@ class Pipeline:
     def _next_in_order(self) -> None:
         while self._order and (self._order[0].dropped or self._order[0].settled):
             self._order.popleft()
-        if self._order and not self._order_busy and self._order[0].stage is Stage.GATHERED:
+        if self._order and not self._order_busy and not self._resting and self._order[0].stage is Stage.GATHERED:
             self._order_busy = True
             self._todo.put_nowait(self._order.popleft())
 
@@ -355,17 +367,18 @@ class Pipeline:
             entry = await self._todo.get()
             if not entry.dropped:
                 await self._run(entry)
-            if self._chain.ordered:
+            if self.chain.ordered:
                 self._order_busy = False
                 self._next_in_order()
+                self._went_on()
 
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
         try:
-            await self._chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep)
+            await self.chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep)
         except asyncio.CancelledError as error:
             if self._is_my_cancellation():
-                if entry.progress.step == len(self._chain.steps):
+                if entry.progress.step == len(self.chain.steps):
                     entry.ready(entry.progress.data)
                 raise
             self._failed(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))
@@ -386,11 +399,19 @@ class Pipeline:
         self._settled(entry)
 
     def _settled(self, entry: Entry) -> None:
-        if self._chain.ordered:
+        if self.chain.ordered:
             self._next_in_order()
+        self._went_on()
         if not entry.dropped:
-            for line in self._lines.values():
-                line.notify()
+            self._notify()
+
+    def _went_on(self) -> None:
+        if self._progress is not None and not self._progress.done():
+            self._progress.set_result(None)
+
+    def _notify(self) -> None:
+        for line in self._lines.values():
+            line.notify()
 
     def _retry_first(self, line: Line) -> None:
         """Try a ticket again whose failure a consumer has seen."""
@@ -419,8 +440,77 @@ class Pipeline:
 
     def _dropped(self, count: int) -> None:
         self.dropped += count
-        if self._chain.ordered:
+        if self.chain.ordered:
             self._next_in_order()
+        self._gate.draw(self.written)
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Hand nothing over meanwhile. Consumers may still ask, and the tickets that they call for are drawn."""
+        async with self._delivery:
+            self._holding = True
+            try:
+                yield
+            finally:
+                self._holding = False
+                self._notify()
+
+    async def settle(self, seconds: float | None) -> None:
+        """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work."""
+        loop = asyncio.get_running_loop()
+        deadline = None if seconds is None else loop.time() + seconds
+        while self._unusable is None and self.in_flight:
+            self._progress = loop.create_future()
+            left = None if deadline is None else max(0.0, deadline - loop.time())
+            done, _ = await asyncio.wait({self._progress}, timeout=left)
+            if not done:
+                break
+        self._progress = None
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
+        self._resting = True
+        try:
+            while self._unusable is None and self._order_busy:
+                self._progress = asyncio.get_running_loop().create_future()
+                await asyncio.wait({self._progress})
+            yield
+        finally:
+            self._resting = False
+            self._next_in_order()
+
+    def capture(self) -> Tickets:
+        """The tickets that nobody has taken, in order, each as far as it is."""
+        main = None if self._batch_size is None else self._lines[self._batch_size]
+        return Tickets(
+            self._number,
+            0 if main is None else main.depth,
+            0 if main is None else max(0, len(main.entries) - main.depth),
+            [
+                SavedTicket.of(entry, line.batch_size, is_main=line is main)
+                for line in self._lines.values()
+                for entry in line.entries
+            ],
+        )
+
+    def restore(self, tickets: Tickets) -> None:
+        """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
+        for line in self._lines.values():
+            line.drop()
+        self._order.clear()
+        self._number = tickets.number
+        queues: dict[int, list[Entry]] = {}
+        for saved in tickets.queue:
+            size = self._batch_size if saved.is_main and self._batch_size is not None else saved.batch_size
+            queues.setdefault(size, []).append(saved.entry())
+        for size in [*self._lines, *(size for size in queues if size not in self._lines)]:
+            self.line(size).restore(queues.get(size, []))
+        if self._unusable is None:
+            self._take_all_up()
+        self._notify()
         self._gate.draw(self.written)
 
     # -- what it looks like -------------------------------------------------------------------------------------------

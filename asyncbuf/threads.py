@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def finish(future: Future[T]) -> asyncio.CancelledError | None:
+async def finish(future: Future[T], on_cancel: Callable[[], None] | None = None) -> asyncio.CancelledError | None:
     """Wait for a thread, however often the waiting task is cancelled; memory that it uses is free only then.
+
+    Args:
+        future: what the thread does.
+        on_cancel: called when the waiting task is cancelled, to make the thread end sooner.
 
     Returns:
         The cancellation that came meanwhile, for the caller to raise once it has kept what the thread did; else None.
@@ -29,9 +33,30 @@ async def finish(future: Future[T]) -> asyncio.CancelledError | None:
                 await asyncio.wait({wrapped})
             except asyncio.CancelledError as error:
                 cancelled = error
+                if on_cancel is not None:
+                    on_cancel()
     if not wrapped.cancelled():
         wrapped.exception()  # seen: the caller asks the thread's own future
     return cancelled
+
+
+async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
+    """Run something long, such as writing a checkpoint, in a thread that is gone when this returns.
+
+    Args:
+        function: what to run.
+        *args: its arguments.
+        on_cancel: called when the waiting task is cancelled, to make the function end sooner.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="asyncbuf-once")
+    try:
+        future = pool.submit(function, *args)
+        cancelled = await finish(future, on_cancel)
+    finally:
+        pool.shutdown(wait=True)
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
 
 
 class Threads:
@@ -45,22 +70,23 @@ class Threads:
     """
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._copy: ThreadPoolExecutor | None = None
-        self._transform: ThreadPoolExecutor | None = None
+        self._sizes = {"copy": workers, "transform": workers}
+        self._pools: dict[str, ThreadPoolExecutor] = {}
         self._running: set[Future[object]] = set()
 
     def copy(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Start copying rows."""
-        if self._copy is None:
-            self._copy = ThreadPoolExecutor(self._workers, thread_name_prefix="asyncbuf-copy")
-        return self._tracked(self._copy.submit(function, *args))
+        return self._start("copy", function, *args)
 
     def transform(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Start code of the user."""
-        if self._transform is None:
-            self._transform = ThreadPoolExecutor(self._workers, thread_name_prefix="asyncbuf-transform")
-        return self._tracked(self._transform.submit(function, *args))
+        return self._start("transform", function, *args)
+
+    def _start(self, name: str, function: Callable[..., T], *args: object) -> Future[T]:
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = ThreadPoolExecutor(self._sizes[name], thread_name_prefix=f"asyncbuf-{name}")
+        return self._tracked(pool.submit(function, *args))
 
     def _tracked(self, future: Future[T]) -> Future[T]:
         self._running.add(future)  # type: ignore[arg-type]
@@ -75,8 +101,7 @@ class Threads:
 
     def abandon(self, *, wait: bool = False) -> None:
         """End the threads as soon as each has done what it is at."""
-        pools, self._copy, self._transform = (self._copy, self._transform), None, None
-        for pool in pools:
-            if pool is not None:
-                # With nothing left to run, joining takes microseconds: the threads only have to wake and leave.
-                pool.shutdown(wait=wait, cancel_futures=True)
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            # With nothing left to run, joining takes microseconds: the threads only have to wake and leave.
+            pool.shutdown(wait=wait, cancel_futures=True)

@@ -108,13 +108,17 @@ class Chain:
                 raise TypeError(f"transform: expected a callable, found {transform!r}")
         self.transforms = tuple(transforms)
         # A transform whose state may change must see the batches in order, whatever the threads do.
-        self.ordered = any(_state_of(transform) for transform in transforms)
+        self.ordered = any(self.states())
         calls = [] if collate is None else [_Call(collate, -1, False)]
         calls += [_Call(transform, i, _accepts_generator(transform)) for i, transform in enumerate(transforms)]
         calls += _delivery(device, pin_memory)
         self.steps = _grouped(calls)
         self._seconds: float | None = None
         self._runs = 0
+
+    def states(self) -> list[Any]:
+        """The state of each transform; None for one that has no ``state_dict``."""
+        return [_state_of(transform) for transform in self.transforms]
 
     @property
     def quick(self) -> bool:

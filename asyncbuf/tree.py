@@ -96,7 +96,10 @@ def _dataclass(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequenc
 
 
 _DICT = Container(
-    "dict", _mapping, lambda kind, keys, children, aux, batch: dict(zip(keys, children, strict=True)), False
+    "dict",
+    _mapping,
+    lambda kind, keys, children, aux, batch: dict(zip(keys, children, strict=True)),
+    False,
 )
 _LIST = Container("list", _sequence, lambda kind, keys, children, aux, batch: list(children), False)
 _TUPLE = Container("tuple", _sequence, lambda kind, keys, children, aux, batch: tuple(children), False)
@@ -130,6 +133,12 @@ def register_container(cls: type, container: Container) -> None:
     _looked_up.clear()
 
 
+def container_names() -> set[str]:
+    """The kinds of container that are known."""
+    _load_integrations()
+    return set(_by_name)
+
+
 def _container_of(cls: type) -> Container | None:
     try:
         return _looked_up[cls]
@@ -144,15 +153,19 @@ def _look_up(cls: type) -> Container | None:
         return _NAMED_TUPLE if hasattr(cls, "_fields") else _TUPLE
     if issubclass(cls, list):
         return _LIST
+    _load_integrations()
+    for parent in cls.__mro__:
+        if parent in _registered:
+            return _registered[parent]
+    return _DATACLASS if dataclasses.is_dataclass(cls) else None
+
+
+def _load_integrations() -> None:
     if "tensordict" in sys.modules:
         # A TensorDict can only reach us if its package is loaded, so nothing is imported that was not there.
         from asyncbuf.integrations import tensordict as _integration
 
         _integration.register()
-    for parent in cls.__mro__:
-        if parent in _registered:
-            return _registered[parent]
-    return _DATACLASS if dataclasses.is_dataclass(cls) else None
 
 
 def flatten(tree: Any, *, batched: bool) -> tuple[list[Any], Spec]:

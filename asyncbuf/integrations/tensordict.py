@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
 
+from asyncbuf.checkpoint.codec import register_codec
 from asyncbuf.errors import SchemaError
 from asyncbuf.tree import Container, register_container
 
@@ -28,12 +29,28 @@ def _flatten(value: TensorDictBase, batched: bool) -> tuple[tuple[Hashable, ...]
     return keys, children, size[1:] if batched else size
 
 
-def _unflatten(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], aux: Any, batch: int | None) -> TensorDict:
+def _unflatten(
+    kind: Any,
+    keys: tuple[Any, ...],
+    children: Sequence[Any],
+    aux: Any,
+    batch: int | None,
+) -> TensorDict:
     size = tuple(aux) if batch is None else (batch, *aux)
     return TensorDict(dict(zip(keys, children, strict=True)), batch_size=size)
 
 
+def _encode(value: TensorDictBase) -> dict[str, Any]:
+    keys, children, size = _flatten(value, False)
+    return {"data": dict(zip(keys, children, strict=True)), "batch_size": size}
+
+
+def _decode(plain: dict[str, Any]) -> TensorDict:
+    return TensorDict(plain["data"], batch_size=plain["batch_size"])
+
+
 @functools.cache
 def register() -> None:
-    """Make trees take TensorDicts apart; does nothing the second time."""
+    """Make trees take TensorDicts apart and let them into checkpoints; does nothing the second time."""
     register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))
+    register_codec(TensorDictBase, _encode, _decode, name="tensordict", subclasses=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncbuf.checkpoint.state import fields
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,27 @@ class Sampler(ABC):
 
     def clear(self) -> None:
         """Every row is invalid now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later draws depend on, beside rows and generator, as plain data in memory of its own.
+
+        Raises:
+            TypeError: the sampler has attributes, and does not say how they are saved.
+        """
+        if vars(self):
+            raise TypeError(
+                f"{type(self).__name__}: expected state_dict and load_state_dict, because it has the attributes "
+                f"{sorted(vars(self))}; found none"
+            )
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave out.
+
+        Raises:
+            CheckpointError: it does not fit; nothing has changed.
+        """
+        fields(state, type(self).__name__)
 
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse at construction what can never be drawn.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from asyncbuf.batch import Draw
+from asyncbuf.checkpoint.state import fields, same
+from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler.base import Rows, Sampler
 from asyncbuf.sampler.permutation import Permutation
 
@@ -72,6 +76,29 @@ class SamplerWithoutReplacement(Sampler):
         """End the pass where it is; the next one begins with what is written then."""
         if self._position < self._length:
             self._end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number, length, position and seed of the pass: a few numbers, however long the pass is."""
+        return {
+            "drop_last": self._drop_last,
+            "shuffle": self._shuffle,
+            "epoch": self._epoch,
+            "position": self._position,
+            "length": self._length,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on within the pass that was saved."""
+        name = type(self).__name__
+        kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=int)
+        drop_last, shuffle, epoch, position, length, seed = fields(state, name, **kinds)
+        same(drop_last, self._drop_last, f"{name}: drop_last")
+        same(shuffle, self._shuffle, f"{name}: shuffle")
+        if position > length or seed >= 2**63:
+            raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position} (seed {seed})")
+        self._order = Permutation(length, seed) if shuffle and position < length else None
+        self._epoch, self._position, self._length, self._seed = epoch, position, length, seed
 
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse a batch size that no pass can fill."""

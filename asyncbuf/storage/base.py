@@ -6,8 +6,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf.checkpoint.codec import decode, encode
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.storage.frozen import Frozen, Held
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -110,6 +114,43 @@ class Storage(ABC):
     @abstractmethod
     def gather_nbytes(self, count: int) -> int:
         """Bytes that gathering ``count`` rows moves."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The contents as plain data (see ``asyncbuf.checkpoint.codec.encode``), in memory of their own."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the contents.
+
+        Raises:
+            CheckpointError: the state does not fit; nothing has changed.
+        """
+
+    def freeze(self) -> Frozen:
+        """The contents as they are now, to be read later while writes go on. Called on the event loop.
+
+        This one copies everything at once. A storage that can do better should.
+        """
+        return Held(encode(self.state_dict()))
+
+    def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+        """Take in what ``freeze`` gave out, without touching the contents yet. Called in a thread.
+
+        Args:
+            meta: plain data.
+            chunks: named tensors, to be used up.
+
+        Returns:
+            A function that makes the new contents the live ones, and should not fail.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        state = decode(meta)
+        for _ in chunks:
+            raise CheckpointCorruptError(f"expected no chunks for {type(self).__name__}, found some")
+        return lambda: self.load_state_dict(state)
 
     @abstractmethod
     def clear(self) -> None:

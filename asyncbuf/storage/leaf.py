@@ -116,6 +116,12 @@ def _tensor_bits(leaf: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
     return bits
 
 
+def typed(bits: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
+    """The tensor over bits of a field."""
+    tensor = torch.from_numpy(bits)
+    return tensor if _BITS[field.dtype][1] is None else tensor.view(field.dtype)
+
+
 def fit(field: Field, bits: np.ndarray[Any, Any], dtype: torch.dtype, guessed: bool) -> np.ndarray[Any, Any]:
     """The bits, if they have the dtype of the field; Python numbers are converted where nothing is lost in kind.
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from asyncbuf import tree
-from asyncbuf.errors import SchemaError
-from asyncbuf.storage.base import Prepared, Run, Storage
+from asyncbuf.checkpoint.codec import decode, encode, join, split
+from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
+from asyncbuf.storage.base import Prepared, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from asyncbuf.storage.base import Run
+    from asyncbuf.storage.frozen import Frozen
+
+_CHUNK_ITEMS = 1000
+_STRUCTURE = "structure"
 
 
 class ListStorage(Storage):
@@ -79,6 +90,70 @@ class ListStorage(Storage):
         """Bytes of the references that are copied."""
         return 8 * count
 
+    def state_dict(self) -> dict[str, Any]:
+        """``chunks`` hold items from row 0 on: their structure as JSON in ``structure``, and their tensors."""
+        frozen = self.freeze()
+        return {"meta": frozen.meta, "chunks": list(frozen.chunks())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the contents."""
+        self.thaw(state["meta"], iter(state["chunks"]))()
+
+    def freeze(self) -> Frozen:
+        """Keeps references to the items as they are; an item must not be changed once it was handed in."""
+        return _FrozenItems(list(self._items))
+
+    def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+        """Build the items beside the live ones."""
+        if not isinstance(meta, dict) or type(meta.get("items")) is not int:
+            raise CheckpointCorruptError(f"storage: expected a number of items, found {meta!r}")
+        if meta["items"] > self.capacity:
+            raise CheckpointMismatchError(f"storage: expected at most {self.capacity} items, found {meta['items']}")
+        items: list[Any] = []
+        for chunk in chunks:
+            items += _items_of(chunk)
+        if len(items) != meta["items"]:
+            raise CheckpointCorruptError(f"storage: expected {meta['items']} items, found {len(items)}")
+
+        def commit() -> None:
+            self._items = items
+
+        return commit
+
     def clear(self) -> None:
         """Forget every item."""
         self._items.clear()
+
+
+class _FrozenItems:
+    """References to the items that were there."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+        self.meta = {"items": len(items)}
+
+    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Items, a thousand at a time."""
+        for start in range(0, len(self._items), _CHUNK_ITEMS):
+            part = self._items[start : start + _CHUNK_ITEMS]
+            plain = [encode(item, f"item {start + i}") for i, item in enumerate(part)]
+            document, tensors = split(plain)
+            text = json.dumps(document, allow_nan=False).encode()
+            yield {
+                _STRUCTURE: torch.frombuffer(bytearray(text), dtype=torch.uint8),
+                **tensors,
+            }
+
+
+def _items_of(chunk: dict[str, torch.Tensor]) -> list[Any]:
+    tensors = dict(chunk)
+    text = tensors.pop(_STRUCTURE, None)
+    try:
+        if text is None:
+            raise ValueError("no structure")
+        # In memory of their own: the chunk may be part of a state dict that somebody keeps.
+        plain = join(json.loads(text.numpy().tobytes()), {name: tensor.clone() for name, tensor in tensors.items()})
+        items = [decode(item, "item") for item in plain]
+    except (ValueError, TypeError) as error:
+        raise CheckpointCorruptError(f"storage: expected a chunk of items, found {error!r}") from error
+    return items

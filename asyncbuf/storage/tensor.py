@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from asyncbuf import tree
-from asyncbuf.errors import SchemaError
+from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage import layout
 from asyncbuf.storage.base import Prepared, Run, Storage
+from asyncbuf.storage.frozen import CopyOnWrite, Frozen, Held
 from asyncbuf.storage.leaf import Field, as_bits, fit
+from asyncbuf.storage.rows import FrozenRows, RowMemory, fill, parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-
-class _Rows:
-    """The memory behind a known structure, and how a batch is cut out of it."""
-
-    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...]) -> None:
-        self.spec = spec
-        self.fields = fields
-        self.layout = layout.plan(fields)
-        self.blocks = [layout.allocate(capacity, stride) for stride in self.layout.strides]
-        self.columns = [
-            layout.numpy_view(self.blocks[place.block], field, place.offset)
-            for field, place in zip(fields, self.layout.places, strict=True)
-        ]
-        self.row_nbytes = sum(self.layout.strides)
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class TensorStorage(Storage):
@@ -49,7 +37,9 @@ class TensorStorage(Storage):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._rows: _Rows | None = None
+        self._rows: RowMemory | None = None
+        self._filled = 0
+        self._frozen: weakref.WeakSet[CopyOnWrite] = weakref.WeakSet()
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -93,7 +83,11 @@ class TensorStorage(Storage):
         return spec.paths() if self._rows is None else [field.path for field in self._rows.fields]
 
     def _checked(
-        self, spec: tree.Spec, leaves: list[Any], count: int, batched: Callable[[Any], np.ndarray[Any, Any]]
+        self,
+        spec: tree.Spec,
+        leaves: list[Any],
+        count: int,
+        batched: Callable[[Any], np.ndarray[Any, Any]],
     ) -> Prepared:
         if self._rows is None:
             return self._first(spec, leaves, count, batched)
@@ -108,7 +102,11 @@ class TensorStorage(Storage):
         return Prepared(count, count * self._rows.row_nbytes, (arrays, spec, self._rows.fields))
 
     def _first(
-        self, spec: tree.Spec, leaves: list[Any], count: int, batched: Callable[[Any], np.ndarray[Any, Any]]
+        self,
+        spec: tree.Spec,
+        leaves: list[Any],
+        count: int,
+        batched: Callable[[Any], np.ndarray[Any, Any]],
     ) -> Prepared:
         arrays, fields = [], []
         for leaf, path in zip(leaves, spec.paths(), strict=True):
@@ -123,7 +121,10 @@ class TensorStorage(Storage):
         """Copy prepared items into rows; the first ones decide how rows are laid out."""
         arrays, spec, fields = prepared.payload
         if self._rows is None:
-            self._rows = _Rows(self.capacity, spec, fields)
+            self._rows = RowMemory(self.capacity, spec, fields)
+        for frozen in self._frozen:
+            frozen.before_write(runs)
+        self._filled = max(self._filled, *(run.row + run.count for run in runs))
         for column, array in zip(self._rows.columns, arrays, strict=True):
             for run in runs:
                 column[run.row : run.row + run.count] = array[run.item : run.item + run.count]
@@ -140,10 +141,21 @@ class TensorStorage(Storage):
             out = torch.empty(count * stride, dtype=torch.uint8)
             if stride:
                 # "clip" writes straight into `out`; "raise" would go through a second buffer.
-                np.take(block, positions, axis=0, out=out.numpy().reshape(count, stride), mode="clip")
+                np.take(
+                    block,
+                    positions,
+                    axis=0,
+                    out=out.numpy().reshape(count, stride),
+                    mode="clip",
+                )
             taken.append(out)
         leaves = [
-            layout.torch_view(taken[place.block], rows.layout.strides[place.block], field, place.offset)
+            layout.torch_view(
+                taken[place.block],
+                rows.layout.strides[place.block],
+                field,
+                place.offset,
+            )
             if field.nbytes
             else torch.empty((count, *field.shape), dtype=field.dtype)
             for field, place in zip(rows.fields, rows.layout.places, strict=True)
@@ -156,3 +168,63 @@ class TensorStorage(Storage):
 
     def clear(self) -> None:
         """Forget every item; the structure and the memory stay."""
+        self._filled = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """``meta`` describes the fields, ``chunks`` hold rows from row 0 on: ``{field: [rows, *item]}``."""
+        frozen = self.freeze()
+        return {"meta": frozen.meta, "chunks": list(frozen.chunks())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the contents."""
+        self.thaw(state["meta"], iter(state["chunks"]))()
+
+    def freeze(self) -> Frozen:
+        """Takes no time: rows are kept as they are from now on, one segment at a time, when they are overwritten."""
+        if self._rows is None:
+            return Held(None)
+        kept = CopyOnWrite(self._rows.blocks, self._filled)
+        self._frozen.add(kept)
+        return FrozenRows(self._rows, kept, self._filled)
+
+    def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+        """Build new rows beside the live ones."""
+        if meta is None:
+            return lambda: self._replace(None, 0)
+        spec, fields, count = parsed(meta)
+        if count > self.capacity:
+            raise CheckpointMismatchError(f"storage: expected at most {self.capacity} rows, found {count}")
+        if self._rows is not None and (spec, fields) != (
+            self._rows.spec,
+            self._rows.fields,
+        ):
+            expected, found = (", ".join(map(str, some)) for some in (self._rows.fields, fields))
+            raise CheckpointMismatchError(f"storage: expected items of {expected}; found items of {found}")
+        rows = RowMemory(self.capacity, spec, fields)
+        filled = 0
+        for chunk in chunks:
+            filled += fill(rows, chunk, filled, count)
+        if filled != count:
+            raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
+        return lambda: self._replace(rows, count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the written rows only."""
+        rows = self._rows
+        columns = [] if rows is None else [column[: self._filled].copy() for column in rows.columns]
+        known = None if rows is None else (rows.spec, rows.fields)
+        return {"capacity": self.capacity, "known": known, "filled": self._filled, "columns": columns}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Put the rows into memory of the full capacity."""
+        TensorStorage.__init__(self, state["capacity"])
+        if state["known"] is not None:
+            self._rows = RowMemory(self.capacity, *state["known"])
+            self._filled = state["filled"]
+            for column, rows in zip(self._rows.columns, state["columns"], strict=True):
+                column[: self._filled] = rows
+
+    def _replace(self, rows: RowMemory | None, count: int) -> None:
+        if rows is not None or self._rows is None:
+            self._rows = rows
+        self._filled = count

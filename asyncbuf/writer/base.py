@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from asyncbuf.storage.base import Run
@@ -41,6 +41,18 @@ class Writer(ABC):
     @abstractmethod
     def commit(self, placement: Placement, capacity: int) -> None:
         """The items of a placement are in the storage now."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later placements depend on, as plain data in memory of its own."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave out.
+
+        Raises:
+            CheckpointError: it does not fit; nothing has changed.
+        """
 
     @abstractmethod
     def clear(self) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from asyncbuf.checkpoint.state import fields
+from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage.base import Run
 from asyncbuf.writer.base import Placement, Writer
 
@@ -48,6 +52,19 @@ class RoundRobinWriter(Writer):
         self._cursor = (self._cursor + placement.offered) % capacity
         self._size = min(capacity, self._size + placement.offered)
         self._write_count += placement.offered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor, number of valid rows and number of writes."""
+        return {"cursor": self._cursor, "size": self._size, "write_count": self._write_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the saved cursor."""
+        cursor, size, count = fields(state, type(self).__name__, cursor=int, size=int, write_count=int)
+        if size > count or cursor > size:
+            raise CheckpointCorruptError(
+                f"{type(self).__name__}: expected cursor <= size <= write_count, found {cursor}, {size}, {count}"
+            )
+        self._cursor, self._size, self._write_count = cursor, size, count
 
     def clear(self) -> None:
         """Start over at row 0."""

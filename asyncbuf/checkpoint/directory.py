@@ -1,0 +1,356 @@
+"""A checkpoint as a directory: written whole or not at all, and checked to the last bit when it is read.
+
+``manifest.json`` says which files there are, with their sizes and SHA-256 digests, and is replaced in one step by a
+rename. The files it names lie in a subdirectory that no other save uses. So a crash at any point leaves either the
+checkpoint that was there before or the new one, also where one is written over another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as render_tensors
+
+from asyncbuf.checkpoint.codec import DTYPES
+from asyncbuf.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+VERSION = 1
+MANIFEST = "manifest.json"
+MANIFEST_BYTES = 256 * 1024 * 1024
+_FORMAT = "asyncbuf.checkpoint"
+_NAME = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-]+)*\.safetensors")
+_DATA = re.compile(r"data-[0-9a-f]{16}")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
+# safetensors keeps its own things under this name: a tensor called so makes a file that nothing can read.
+_RESERVED = "__metadata__"
+
+
+class StoppedError(Exception):
+    """The save was given up while its thread was at work."""
+
+
+class Writer:
+    """Writes one checkpoint, file by file; nothing shows before ``commit``.
+
+    Use as a context manager: leaving it without ``commit`` removes what was written.
+
+    Args:
+        path: the directory of the checkpoint. What is there already is replaced, if it is a checkpoint.
+
+    Raises:
+        CheckpointError: something else than a checkpoint is there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._files: dict[str, dict[str, Any]] = {}
+        self._stopped = False
+        if self._path.is_symlink() or self._path.exists():
+            if not self._path.is_dir() or (any(self._path.iterdir()) and not (self._path / MANIFEST).is_file()):
+                raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
+            self._root = self._path
+        else:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._root = self._path.with_name(f".{self._path.name}.tmp-{secrets.token_hex(8)}")
+        self._data = self._root / f"data-{secrets.token_hex(8)}"
+        self._committed = False
+
+    def __enter__(self) -> Self:
+        """Make the directory that nobody sees yet."""
+        self._data.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove what was written, unless it was committed."""
+        if not self._committed:
+            shutil.rmtree(
+                self._data if self._root == self._path else self._root,
+                ignore_errors=True,
+            )
+
+    def stop(self) -> None:
+        """Give up, from another thread: the next write raises."""
+        self._stopped = True
+
+    def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write one file of named tensors.
+
+        Args:
+            name: ``part/00000.safetensors``.
+            tensors: dense tensors on the CPU.
+        """
+        if self._stopped:
+            raise StoppedError
+        stored = {_renamed(key): _storable(tensor) for key, tensor in tensors.items()}
+        dtypes = {
+            _renamed(key): str(tensor.dtype).removeprefix("torch.")
+            for key, tensor in tensors.items()
+            if _viewed(tensor)
+        }
+        content = render_tensors(stored, metadata={"format": "pt"})
+        path = self._data / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(path, content)
+        entry: dict[str, Any] = {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        self._files[name] = entry | ({"dtypes": dtypes} if dtypes else {})
+
+    def commit(self, state: Any) -> None:
+        """Make the checkpoint visible.
+
+        Args:
+            state: what JSON can hold.
+        """
+        if self._stopped:
+            raise StoppedError
+        for folder, _, _ in os.walk(self._data, topdown=False):
+            _sync(Path(folder))
+        body = {
+            "data": self._data.name,
+            "files": self._files,
+            "libraries": _libraries(),
+            "state": state,
+        }
+        before = self._root / f"{MANIFEST}.{secrets.token_hex(8)}"
+        _write_file(before, _rendered(body))
+        before.replace(self._root / MANIFEST)
+        _sync(self._root)
+        if self._root != self._path:
+            self._root.rename(self._path)
+        self._committed = True
+        _sync(self._path.parent)
+        for leftover in self._path.iterdir():
+            if _DATA.fullmatch(leftover.name) and leftover.name != self._data.name:
+                shutil.rmtree(leftover, ignore_errors=True)
+            elif leftover.name.startswith(f"{MANIFEST}."):
+                leftover.unlink(missing_ok=True)
+
+
+class Reader:
+    """Reads one checkpoint; every byte that it returns was checked.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointVersionError: its format is newer than this release.
+        CheckpointCorruptError: its manifest is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        body = _read_manifest(self._path)
+        self.state: Any = body["state"]
+        self._data = self._path / body["data"]
+        self._files: dict[str, dict[str, Any]] = body["files"]
+        for name, entry in self._files.items():
+            self._check(name, entry)
+
+    def names(self, part: str) -> list[str]:
+        """The files of a part, in order."""
+        return sorted(name for name in self._files if name.startswith(f"{part}/"))
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return name in self._files
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of one file, in memory of their own.
+
+        Raises:
+            CheckpointCorruptError: the file is missing, has another size, or is not the one that was written.
+        """
+        entry = self._files.get(name)
+        if entry is None:
+            raise CheckpointCorruptError(f"{self._path}: expected a file {name} in the manifest, found none")
+        content = self._content(name, entry)
+        try:
+            tensors = parse_tensors(content)
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointCorruptError(f"{self._data / name}: expected tensors, found {error}") from error
+        dtypes = entry.get("dtypes", {})
+        return {_original(key): _restored(tensor, dtypes.get(key)) for key, tensor in tensors.items()}
+
+    def read_all(self, part: str) -> Iterator[dict[str, torch.Tensor]]:
+        """The files of a part, one after the other."""
+        for name in self.names(part):
+            yield self.read(name)
+
+    def _check(self, name: str, entry: dict[str, Any]) -> None:
+        """Look at a file without reading it, so that nothing is allocated for what is not there."""
+        path = self._data / name
+        try:
+            found = path.lstat()
+            inside = path.resolve(strict=True).is_relative_to(self._path.resolve(strict=True))
+        except OSError as error:
+            raise CheckpointCorruptError(f"{path}: expected a file of {entry['bytes']} bytes, found none") from error
+        if not stat.S_ISREG(found.st_mode) or not inside:
+            raise CheckpointCorruptError(f"{path}: expected a regular file inside the checkpoint, found something else")
+        if found.st_size != entry["bytes"]:
+            raise CheckpointCorruptError(f"{path}: expected {entry['bytes']} bytes, found {found.st_size}")
+
+    def _content(self, name: str, entry: dict[str, Any]) -> bytes:
+        self._check(name, entry)
+        path = self._data / name
+        # Read, not mapped: a file that is cut while it is mapped ends the process.
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            content = file.read(entry["bytes"] + 1)
+        digest = hashlib.sha256(content).hexdigest()
+        if len(content) != entry["bytes"] or digest != entry["sha256"]:
+            raise CheckpointCorruptError(f"{path}: expected the SHA-256 digest {entry['sha256']}, found {digest}")
+        return content
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a committed checkpoint is there; it may still turn out to be damaged."""
+    return (path / MANIFEST).is_file()
+
+
+def sweep(directory: Path) -> None:
+    """Remove what interrupted saves left beside the checkpoints in a directory. Nobody may be saving there."""
+    for entry in directory.iterdir():
+        if _TEMPORARY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = path / MANIFEST
+    try:
+        size = manifest.lstat().st_size
+    except OSError as error:
+        raise CheckpointNotFoundError(f"{path}: expected a checkpoint with a {MANIFEST}, found none") from error
+    if manifest.is_symlink() or not manifest.is_file() or size > MANIFEST_BYTES:
+        raise CheckpointCorruptError(f"{manifest}: expected a file of at most {MANIFEST_BYTES} bytes, found {size}")
+    content = manifest.read_bytes()
+    try:
+        document = json.loads(content, object_pairs_hook=_unique, parse_constant=_refused)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{manifest}: expected JSON, found {error}") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise CheckpointCorruptError(f"{manifest}: expected the format {_FORMAT!r}, found something else")
+    version = document.get("version")
+    if type(version) is not int or version > VERSION or version < 1:
+        raise CheckpointVersionError(f"{manifest}: expected a format version from 1 to {VERSION}, found {version!r}")
+    body = document.get("body")
+    if not _well_formed(body) or _rendered(body) != content:
+        raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found a changed one")
+    return cast("dict[str, Any]", body)
+
+
+def _well_formed(body: Any) -> bool:
+    return (
+        isinstance(body, dict)
+        and body.keys() == {"data", "files", "libraries", "state"}
+        and isinstance(body["data"], str)
+        and _DATA.fullmatch(body["data"]) is not None
+        and isinstance(body["files"], dict)
+        and all(_NAME.fullmatch(name) and _well_formed_file(entry) for name, entry in body["files"].items())
+    )
+
+
+def _well_formed_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("bytes")) is int
+        and entry["bytes"] >= 0
+        and isinstance(entry.get("sha256"), str)
+        and isinstance(entry.get("dtypes", {}), dict)
+        and all(name in DTYPES for name in entry.get("dtypes", {}).values())
+    )
+
+
+def _rendered(body: Any) -> bytes:
+    """The manifest, byte for byte: reading renders it again and compares, so that no change goes unnoticed."""
+    text = json.dumps(body, indent=1, allow_nan=False, ensure_ascii=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    document = {"body": body, "format": _FORMAT, "sha256": digest, "version": VERSION}
+    return (json.dumps(document, indent=1, allow_nan=False, ensure_ascii=True) + "\n").encode()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError(f"a duplicate key among {[key for key, _ in pairs][:8]}")
+    return result
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"the constant {constant}")
+
+
+def _libraries() -> dict[str, str]:
+    import safetensors
+
+    import asyncbuf
+
+    return {
+        "asyncbuf": asyncbuf.__version__,
+        "safetensors": safetensors.__version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _renamed(key: str) -> str:
+    return key + "/" if key.rstrip("/") == _RESERVED else key
+
+
+def _original(key: str) -> str:
+    return key[:-1] if key.rstrip("/") == _RESERVED else key
+
+
+def _viewed(tensor: torch.Tensor) -> bool:
+    return tensor.is_complex()
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """Dense and of a dtype that safetensors has: complex numbers become pairs."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    dense = (torch.view_as_real(plain) if _viewed(plain) else plain).contiguous()
+    # safetensors refuses tensors that share memory; parts of a larger one would.
+    return dense if dense.untyped_storage().nbytes() == dense.nbytes else dense.clone()
+
+
+def _restored(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    if dtype is None:
+        return tensor
+    return torch.view_as_complex(tensor).to(DTYPES[dtype])
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a directory survive a loss of power, where the system has that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

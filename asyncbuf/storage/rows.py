@@ -1,0 +1,140 @@
+"""Rows of memory of one structure: made, frozen, and filled from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncbuf.checkpoint.codec import dtype_name, dtype_named
+from asyncbuf.checkpoint.structure import structure_from_plain, structure_to_plain
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.storage import layout
+from asyncbuf.storage.leaf import Field, as_bits, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from asyncbuf import tree
+    from asyncbuf.storage.frozen import CopyOnWrite
+
+CHUNK_BYTES = 64 * 1024 * 1024
+
+
+class RowMemory:
+    """The memory behind a known structure, and how a batch is cut out of it."""
+
+    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...]) -> None:
+        self.spec = spec
+        self.fields = fields
+        self.layout = layout.plan(fields)
+        self.blocks = [layout.allocate(capacity, stride) for stride in self.layout.strides]
+        self.columns = [
+            layout.numpy_view(self.blocks[place.block], field, place.offset)
+            for field, place in zip(fields, self.layout.places, strict=True)
+        ]
+        self.row_nbytes = sum(self.layout.strides)
+
+
+class FrozenRows:
+    """Rows that are kept as they were."""
+
+    def __init__(self, rows: RowMemory, kept: CopyOnWrite, count: int) -> None:
+        self._rows = rows
+        self._kept = kept
+        self.meta = {
+            "rows": count,
+            "structure": structure_to_plain(rows.spec),
+            "fields": [
+                {
+                    "name": name,
+                    "path": field.path,
+                    "dtype": dtype_name(field.dtype),
+                    "shape": list(field.shape),
+                }
+                for name, field in zip(_names(rows.fields), rows.fields, strict=True)
+            ],
+        }
+
+    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
+        pending: list[list[np.ndarray[Any, Any]]] = []
+        size = 0
+        for segment in self._kept.segments():
+            pending.append(segment)
+            size += sum(block.nbytes for block in segment)
+            if size >= CHUNK_BYTES:
+                yield self._columns(pending)
+                pending, size = [], 0
+        if pending:
+            yield self._columns(pending)
+
+    def _columns(self, segments: list[list[np.ndarray[Any, Any]]]) -> dict[str, torch.Tensor]:
+        rows = self._rows
+        blocks = [np.concatenate(parts) for parts in zip(*segments, strict=True)]
+        return {
+            name: typed(
+                layout.numpy_view(blocks[place.block], field, place.offset).copy(),
+                field,
+            )
+            for name, field, place in zip(_names(rows.fields), rows.fields, rows.layout.places, strict=True)
+        }
+
+
+def _names(fields: Sequence[Field]) -> list[str]:
+    """The paths, made different where two are the same (``{"a/b": ...}`` beside ``{"a": {"b": ...}}``)."""
+    names: list[str] = []
+    for field in fields:
+        name, number = field.path, 2
+        while name in names:
+            name, number = f"{field.path}#{number}", number + 1
+        names.append(name)
+    return names
+
+
+def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
+    """Structure, fields and number of rows out of a description.
+
+    Raises:
+        CheckpointCorruptError: it is none.
+    """
+    try:
+        spec = structure_from_plain(meta["structure"])
+        fields = tuple(
+            Field(
+                str(field["path"]),
+                dtype_named(field["dtype"]),
+                tuple(int(length) for length in field["shape"]),
+            )
+            for field in meta["fields"]
+        )
+        count = meta["rows"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"storage: expected a description of rows, found {error!r}") from error
+    sizes = [length for field in fields for length in field.shape]
+    if type(count) is not int or min(count, *sizes, 0) < 0 or [field.path for field in fields] != spec.paths():
+        raise CheckpointCorruptError(f"storage: expected {count!r} rows of {spec}, found {[str(f) for f in fields]}")
+    return spec, fields, count
+
+
+def fill(rows: RowMemory, chunk: dict[str, torch.Tensor], start: int, most: int) -> int:
+    """Copy a chunk into rows from ``start`` on: how many.
+
+    Raises:
+        CheckpointCorruptError: it has other fields, or more than ``most`` rows with those before.
+    """
+    names = _names(rows.fields)
+    if chunk.keys() != set(names):
+        raise CheckpointCorruptError(f"storage: expected the fields {names}, found {sorted(chunk)}")
+    count = chunk[names[0]].shape[0] if chunk[names[0]].ndim else 0
+    for name, field, column in zip(names, rows.fields, rows.columns, strict=True):
+        tensor = chunk[name]
+        if tensor.dtype is not field.dtype or tuple(tensor.shape) != (count, *field.shape) or start + count > most:
+            raise CheckpointCorruptError(
+                f"storage: expected {name} as {field}, up to row {most}, "
+                f"found {tensor.dtype} {list(tensor.shape)} from row {start} on"
+            )
+        column[start : start + count] = as_bits(tensor, name)[0]
+    return count
