@@ -1,7 +1,7 @@
 """A replay buffer and prefetching sampler for asyncio training loops on PyTorch."""
 
 from asyncbuf.batch import Batch, Draw
-from asyncbuf.buffer import BatchStream, ReplayBuffer
+from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint.codec import register_codec, register_type
 from asyncbuf.errors import (
     AsyncBufError,
@@ -20,6 +20,7 @@ from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplace
 from asyncbuf.snapshot import Snapshot
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import ListStorage, Prepared, Run, Storage, TensorStorage
+from asyncbuf.stream import BatchStream
 from asyncbuf.tree import Container, register_container
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 

@@ -10,27 +10,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncbuf.background import Background, logger, without_own_frames
+from asyncbuf.background import Background, logger
 from asyncbuf.batch import Batch, Ticket
 from asyncbuf.errors import BufferClosedError, BufferFailedError, PrefetchError
 from asyncbuf.line import Entry, Line, Stage, Waiter
-from asyncbuf.threads import Threads
+from asyncbuf.making import Maker
 from asyncbuf.tickets import SavedTicket, Tickets
-from asyncbuf.transform import Chain, Progress, mixed_seed
+from asyncbuf.transform import mixed_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-    from concurrent.futures import Future
+    from contextlib import AbstractAsyncContextManager
 
     from asyncbuf.gate import HistoryGate
     from asyncbuf.source import Source
-
-# Below this, a gather costs less than handing it to a thread and back.
-INLINE_BYTES = 128 * 1024
+    from asyncbuf.threads import Threads
+    from asyncbuf.transform import Chain
 
 
 class Pipeline:
@@ -63,20 +61,13 @@ class Pipeline:
         self._lines: dict[int, Line] = {} if batch_size is None else {batch_size: Line(batch_size, prefetch)}
         self._number = 0
         self._background: Background | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._unusable: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
-        self.finished = False
-        self.threads = Threads(workers)
-        self._todo: asyncio.Queue[Entry] = asyncio.Queue()
-        # With stateful transforms: the tickets that were not transformed yet, in order, one at a time.
-        self._order: deque[Entry] = deque()
-        self._order_busy = False
-        self._resting = False
+        self._maker = Maker(source.storage, chain, gate, workers, self._settled)
         self._delivery = asyncio.Lock()
         self._holding = False
-        self._progress: asyncio.Future[None] | None = None
+        self.finished = False
         self.delivered = self.dropped = self.retries = self.peak_queued = 0
-        self.gather_seconds = self.wait_seconds = 0.0
+        self.wait_seconds = 0.0
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
@@ -87,12 +78,12 @@ class Pipeline:
 
     async def open(self) -> None:
         """Start the background tasks; tickets that were left in the line are taken up again."""
-        self._loop = asyncio.get_running_loop()
-        self._todo = asyncio.Queue()
-        self._background = Background(self._work, self._workers, crashed=self._crash, closed=self._close)
+        background = Background(self._maker.work, self._workers, crashed=self._crash, closed=self._close)
+        self._background = background
+        self._maker.open(lambda: background.stopping)
         self._unusable = None
-        await self._background.started()
-        self._take_all_up()
+        await background.started()
+        self._maker.go_on([entry for entry in self._entries() if not entry.settled])
 
     def begin_close(self) -> None:
         """Tell everyone that waits, and let the background tasks end."""
@@ -122,8 +113,7 @@ class Pipeline:
         self._stop(reason)
 
     async def _close(self) -> None:
-        await self.threads.close()
-        self._order_busy = False
+        await self._maker.close()
         self._background = None
 
     def finish(self) -> None:
@@ -277,137 +267,10 @@ class Pipeline:
         self._number += 1
         line.entries.append(entry)
         self.peak_queued = max(self.peak_queued, self.queued)
-        if self.chain.ordered:
-            self._order.append(entry)
-        self._gather(entry)
-
-    # -- making tickets real ------------------------------------------------------------------------------------------
-
-    def _take_all_up(self) -> None:
-        unsettled = [entry for entry in self._entries() if not entry.settled]
-        if self.chain.ordered:
-            self._order = deque(sorted(unsettled, key=lambda entry: entry.ticket.number))
-        for entry in unsettled:
-            self._take_up(entry)
-
-    def _take_up(self, entry: Entry) -> None:
-        if self.chain.ordered and entry not in self._order:
-            self._order.appendleft(entry)
-        if entry.progress is None:
-            self._gate.draw(functools.partial(self._gather, entry))
-        else:
-            self._transform(entry)
-
-    def _gather(self, entry: Entry) -> None:
-        indices = entry.ticket.draw.indices
-        if self._source.storage.gather_nbytes(len(indices)) <= INLINE_BYTES:
-            try:
-                data = self._gathered(indices)
-            except Exception as error:
-                self._failed(entry, error)
-            else:
-                entry.keep(Progress(0, data))
-                self._transform(entry)
-            return
-        self._gate.hold()
-        self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
-
-    def _gathered(self, indices: Any) -> Any:
-        start = time.perf_counter()
-        data = self._source.storage.gather(indices)
-        self.gather_seconds += time.perf_counter() - start
-        return data
-
-    def _post(self, entry: Entry, future: Future[Any]) -> None:
-        """From the copying thread back to the event loop."""
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._arrived, entry, future)
-        except RuntimeError:
-            logger.debug("the event loop was closed while rows were being gathered")
-
-    def _arrived(self, entry: Entry, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is None:
-            entry.keep(Progress(0, future.result()))
-        self._gate.release()
-        if isinstance(error, Exception):
-            self._failed(entry, error)
-        elif error is None:
-            self._transform(entry)
-
-    def _transform(self, entry: Entry) -> None:
-        """Rows are there: run the transforms here if that is quick, else let a worker do it."""
-        progress = entry.progress
-        assert progress is not None
-        if entry.dropped:
-            return
-        if self.chain.ordered:
-            self._next_in_order()
-        elif self.chain.quick and progress.step == 0:
-            try:
-                data = self.chain.run_here(progress.data, entry.ticket.seed)
-            except Exception as error:
-                self._failed(entry, error)
-            else:
-                entry.ready(data)
-                self._settled(entry)
-        else:
-            self._todo.put_nowait(entry)
-
-    def _next_in_order(self) -> None:
-        while self._order and (self._order[0].dropped or self._order[0].settled):
-            self._order.popleft()
-        if self._order and not self._order_busy and not self._resting and self._order[0].stage is Stage.GATHERED:
-            self._order_busy = True
-            self._todo.put_nowait(self._order.popleft())
-
-    async def _work(self) -> None:
-        while True:
-            entry = await self._todo.get()
-            if not entry.dropped:
-                await self._run(entry)
-            if self.chain.ordered:
-                self._order_busy = False
-                self._next_in_order()
-                self._went_on()
-
-    async def _run(self, entry: Entry) -> None:
-        assert entry.progress is not None
-        try:
-            await self.chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep)
-        except asyncio.CancelledError as error:
-            if self._is_my_cancellation():
-                if entry.progress.step == len(self.chain.steps):
-                    entry.ready(entry.progress.data)
-                raise
-            self._failed(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))
-        except Exception as error:
-            self._failed(entry, error)
-        else:
-            entry.ready(entry.progress.data)
-            self._settled(entry)
-
-    def _is_my_cancellation(self) -> bool:
-        task = asyncio.current_task()
-        stopping = self._background is None or self._background.stopping
-        return stopping or (task is not None and task.cancelling() > 0)
-
-    def _failed(self, entry: Entry, error: Exception) -> None:
-        without_own_frames(error)
-        entry.fail(error)
-        self._settled(entry)
+        self._maker.make(entry)
 
     def _settled(self, entry: Entry) -> None:
-        if self.chain.ordered:
-            self._next_in_order()
-        self._went_on()
-        if not entry.dropped:
-            self._notify()
-
-    def _went_on(self) -> None:
-        if self._progress is not None and not self._progress.done():
-            self._progress.set_result(None)
+        self._notify()
 
     def _notify(self) -> None:
         for line in self._lines.values():
@@ -419,7 +282,7 @@ class Pipeline:
         if entry is not None and entry.reported and self._unusable is None:
             self.retries += 1
             entry.retry()
-            self._take_up(entry)
+            self._maker.go_on([entry])
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 
@@ -440,8 +303,7 @@ class Pipeline:
 
     def _dropped(self, count: int) -> None:
         self.dropped += count
-        if self.chain.ordered:
-            self._next_in_order()
+        self._maker.next_in_order()
         self._gate.draw(self.written)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
@@ -462,25 +324,8 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
         while self._unusable is None and self.in_flight:
-            self._progress = loop.create_future()
-            left = None if deadline is None else max(0.0, deadline - loop.time())
-            done, _ = await asyncio.wait({self._progress}, timeout=left)
-            if not done:
-                break
-        self._progress = None
-
-    @asynccontextmanager
-    async def resting(self) -> AsyncIterator[None]:
-        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
-        self._resting = True
-        try:
-            while self._unusable is None and self._order_busy:
-                self._progress = asyncio.get_running_loop().create_future()
-                await asyncio.wait({self._progress})
-            yield
-        finally:
-            self._resting = False
-            self._next_in_order()
+            if not await self._maker.step(None if deadline is None else max(0.0, deadline - loop.time())):
+                return
 
     def capture(self) -> Tickets:
         """The tickets that nobody has taken, in order, each as far as it is."""
@@ -500,7 +345,7 @@ class Pipeline:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
         for line in self._lines.values():
             line.drop()
-        self._order.clear()
+        self._maker.forget()
         self._number = tickets.number
         queues: dict[int, list[Entry]] = {}
         for saved in tickets.queue:
@@ -509,15 +354,29 @@ class Pipeline:
         for size in [*self._lines, *(size for size in queues if size not in self._lines)]:
             self.line(size).restore(queues.get(size, []))
         if self._unusable is None:
-            self._take_all_up()
+            self._maker.go_on([entry for entry in self._entries() if not entry.settled])
         self._notify()
         self._gate.draw(self.written)
+
+    @property
+    def threads(self) -> Threads:
+        """The threads of the buffer."""
+        return self._maker.threads
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """Let no stateful transform be at work meanwhile."""
+        return self._maker.resting()
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
     def _entries(self) -> Iterator[Entry]:
         for line in self._lines.values():
             yield from line.entries
+
+    @property
+    def gather_seconds(self) -> float:
+        """Time spent gathering."""
+        return self._maker.gather_seconds
 
     @property
     def drawn(self) -> int:

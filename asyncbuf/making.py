@@ -1,0 +1,235 @@
+"""Making tickets real: rows are gathered, transforms are run, several tickets at once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+import weakref
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from asyncbuf.background import logger, without_own_frames
+from asyncbuf.line import Entry, Stage
+from asyncbuf.threads import Threads
+from asyncbuf.transform import Chain, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+    from concurrent.futures import Future
+
+    import torch
+
+    from asyncbuf.gate import HistoryGate
+    from asyncbuf.storage import Storage
+
+# Below this, a gather costs less than handing it to a thread and back.
+INLINE_BYTES = 128 * 1024
+
+
+class Maker:
+    """Takes entries from DRAWN to READY or FAILED.
+
+    A small gather, and transforms that turned out to be quick, run where they are asked for; large gathers run in the
+    copying threads, transforms in workers (which move sync ones to threads of their own).
+
+    Args:
+        storage: where rows are gathered.
+        chain: what is done to gathered rows.
+        gate: the history; rows that a thread gathers are held there.
+        workers: how many tickets are made real at once.
+        settled: told of each entry that is a batch or has failed. Referenced weakly: it is a method of what owns this.
+    """
+
+    def __init__(
+        self, storage: Storage, chain: Chain, gate: HistoryGate, workers: int, settled: Callable[[Entry], None]
+    ) -> None:
+        self._storage = storage
+        self._chain = chain
+        self._gate = gate
+        self._report = weakref.WeakMethod(settled)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._todo: asyncio.Queue[Entry] = asyncio.Queue()
+        # With stateful transforms: the tickets that were not transformed yet, in order, one at a time.
+        self._order: deque[Entry] = deque()
+        self._order_busy = False
+        self._resting = False
+        self._step: asyncio.Future[None] | None = None
+        self.threads = Threads(workers)
+        self.gather_seconds = 0.0
+        self.is_stopping: Callable[[], bool] = lambda: True
+
+    def open(self, is_stopping: Callable[[], bool]) -> None:
+        """Belong to the running event loop.
+
+        Args:
+            is_stopping: whether the workers are being ended on purpose.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._todo = asyncio.Queue()
+        self.is_stopping = is_stopping
+
+    async def close(self) -> None:
+        """Wait for the threads and end them; the workers have ended before."""
+        await self.threads.close()
+        self._order_busy = False
+        self.is_stopping = lambda: True
+
+    # -- from the draw to the batch -----------------------------------------------------------------------------------
+
+    def make(self, entry: Entry) -> None:
+        """Begin with an entry that was drawn in this turn of the history."""
+        if self._chain.ordered:
+            self._order.append(entry)
+        self._gather(entry)
+
+    def go_on(self, entries: Iterable[Entry]) -> None:
+        """Take entries up where they are: after a failure, or when a buffer is opened that has tickets in line."""
+        entries = list(entries)
+        if self._chain.ordered:
+            self._order = deque(sorted({*self._order, *entries}, key=lambda entry: entry.ticket.number))
+        for entry in entries:
+            if entry.progress is None:
+                self._gate.draw(functools.partial(self._gather, entry))
+            else:
+                self._transform(entry)
+
+    def _gather(self, entry: Entry) -> None:
+        indices = entry.ticket.draw.indices
+        if self._storage.gather_nbytes(len(indices)) <= INLINE_BYTES:
+            try:
+                data = self._gathered(indices)
+            except Exception as error:
+                self._failed(entry, error)
+            else:
+                entry.keep(Progress(0, data))
+                self._transform(entry)
+            return
+        self._gate.hold()
+        self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
+
+    def _gathered(self, indices: torch.Tensor) -> Any:
+        start = time.perf_counter()
+        data = self._storage.gather(indices)
+        self.gather_seconds += time.perf_counter() - start
+        return data
+
+    def _post(self, entry: Entry, future: Future[Any]) -> None:
+        """From the copying thread back to the event loop."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._arrived, entry, future)
+        except RuntimeError:
+            logger.debug("the event loop was closed while rows were being gathered")
+
+    def _arrived(self, entry: Entry, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            entry.keep(Progress(0, future.result()))
+        self._gate.release()
+        if isinstance(error, Exception):
+            self._failed(entry, error)
+        elif error is None:
+            self._transform(entry)
+
+    def _transform(self, entry: Entry) -> None:
+        """Rows are there: run the transforms here if that is quick, else let a worker do it."""
+        progress = entry.progress
+        assert progress is not None
+        if entry.dropped:
+            return
+        if self._chain.ordered:
+            self.next_in_order()
+        elif self._chain.quick and progress.step == 0:
+            try:
+                data = self._chain.run_here(progress.data, entry.ticket.seed)
+            except Exception as error:
+                self._failed(entry, error)
+            else:
+                entry.ready(data)
+                self._settled(entry)
+        else:
+            self._todo.put_nowait(entry)
+
+    def next_in_order(self) -> None:
+        """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
+        while self._order and (self._order[0].dropped or self._order[0].settled):
+            self._order.popleft()
+        if self._order and not self._order_busy and not self._resting and self._order[0].stage is Stage.GATHERED:
+            self._order_busy = True
+            self._todo.put_nowait(self._order.popleft())
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    async def work(self) -> None:
+        """What each worker does, for ever."""
+        while True:
+            entry = await self._todo.get()
+            if not entry.dropped:
+                await self._run(entry)
+            if self._chain.ordered:
+                self._order_busy = False
+                self.next_in_order()
+                self._went_on()
+
+    async def _run(self, entry: Entry) -> None:
+        assert entry.progress is not None
+        try:
+            await self._chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep)
+        except asyncio.CancelledError as error:
+            if self._is_my_cancellation():
+                if entry.progress.step == len(self._chain.steps):
+                    entry.ready(entry.progress.data)
+                raise
+            self._failed(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))
+        except Exception as error:
+            self._failed(entry, error)
+        else:
+            entry.ready(entry.progress.data)
+            self._settled(entry)
+
+    def _is_my_cancellation(self) -> bool:
+        task = asyncio.current_task()
+        return self.is_stopping() or (task is not None and task.cancelling() > 0)
+
+    def _failed(self, entry: Entry, error: Exception) -> None:
+        without_own_frames(error)
+        entry.fail(error)
+        self._settled(entry)
+
+    def _settled(self, entry: Entry) -> None:
+        if self._chain.ordered:
+            self.next_in_order()
+        self._went_on()
+        report = self._report()
+        if report is not None and not entry.dropped:
+            report(entry)
+
+    # -- standing still -----------------------------------------------------------------------------------------------
+
+    def _went_on(self) -> None:
+        if self._step is not None and not self._step.done():
+            self._step.set_result(None)
+
+    async def step(self, seconds: float | None = None) -> bool:
+        """Wait until one more entry is settled; whether one was in time."""
+        self._step = asyncio.get_running_loop().create_future()
+        done, _ = await asyncio.wait({self._step}, timeout=seconds)
+        return bool(done)
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
+        self._resting = True
+        try:
+            while self._order_busy and not self.is_stopping():
+                await self.step()
+            yield
+        finally:
+            self._resting = False
+            self.next_in_order()
+
+    def forget(self) -> None:
+        """Nobody wants the tickets that were not transformed yet."""
+        self._order.clear()
