@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    import numpy as np
     import torch
 
     from asyncbuf.storage.base import Run
+    from asyncbuf.storage.layout import Records
 
 SEGMENT_BYTES = 1024 * 1024
 
@@ -54,17 +54,17 @@ class CopyOnWrite:
     one segment at a time, so a write never waits for more than the copies that it causes.
 
     Args:
-        blocks: memory ``[rows, stride]`` of bytes, one array per block.
+        blocks: records ``[rows]``, one array per block.
         rows: how many rows are kept, from row 0 on.
     """
 
-    def __init__(self, blocks: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], rows: int) -> None:
+    def __init__(self, blocks: Sequence[Records], rows: int) -> None:
         self._blocks = blocks
         self._rows = rows
-        widest = max((block.shape[1] for block in blocks), default=1)
+        widest = max((block.dtype.itemsize for block in blocks), default=1)
         self._step = max(1, SEGMENT_BYTES // max(1, widest))
         self._lock = threading.Lock()
-        self._kept: dict[int, list[np.ndarray[Any, Any]]] = {}
+        self._kept: dict[int, list[Records]] = {}
 
     def before_write(self, runs: Sequence[Run]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
@@ -73,16 +73,16 @@ class CopyOnWrite:
             for segment in range(run.row // self._step, -(-last // self._step)):
                 with self._lock:
                     if segment not in self._kept:
-                        self._kept[segment] = [block[self._bounds(segment)].copy() for block in self._blocks]
+                        self._kept[segment] = self._copied(segment)
 
-    def segments(self) -> Iterator[list[np.ndarray[Any, Any]]]:
-        """The kept rows, segment by segment: a list of ``[rows, stride]``, one per block, that nobody writes to."""
+    def segments(self) -> Iterator[list[Records]]:
+        """The kept rows, segment by segment: a list of records ``[rows]``, one per block, that nobody writes to."""
         for segment in range(-(-self._rows // self._step)):
             with self._lock:
-                kept = self._kept.get(segment)
-                yield_ = kept if kept is not None else [block[self._bounds(segment)].copy() for block in self._blocks]
-            yield yield_
+                found = self._kept.get(segment) or self._copied(segment)
+            yield found
 
-    def _bounds(self, segment: int) -> slice:
+    def _copied(self, segment: int) -> list[Records]:
         start = segment * self._step
-        return slice(start, min(start + self._step, self._rows))
+        stop = min(start + self._step, self._rows)
+        return [block[start:stop].copy() for block in self._blocks]

@@ -1,8 +1,9 @@
 """How rows lie in memory.
 
 What a batch costs is the number of gathers, so the small fields of a row are packed side by side into one padded
-block: one gather brings them all, and the fields of a batch are typed views into what it brought. A field of several
-kilobytes gains nothing from that and has a column of its own.
+record: one gather brings them all, and the fields of a batch are typed views into what it brought. A field of several
+kilobytes gains nothing from that and has a column of its own. Both are numpy arrays of records, whose fields numpy
+finds by name.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from asyncbuf.storage.leaf import Field
 
 PACKED_FIELD_BYTES = 2048
 _ALIGNMENT = 16
+
+Records = np.ndarray[Any, np.dtype[np.void]]
 
 
 class Place(NamedTuple):
@@ -28,89 +29,64 @@ class Place(NamedTuple):
 
     Attributes:
         block: number of the block.
-        offset: bytes from the start of a row of the block.
+        name: its name in the records of the block.
     """
 
     block: int
-    offset: int
+    name: str
 
 
 class Layout(NamedTuple):
     """The blocks of a row, and where each field lies.
 
     Attributes:
-        strides: bytes of a row, one per block.
+        records: what one row of each block consists of.
         places: one per field.
     """
 
-    strides: tuple[int, ...]
+    records: tuple[np.dtype[np.void], ...]
     places: tuple[Place, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return sum(record.itemsize for record in self.records)
 
 
 def plan(fields: Sequence[Field]) -> Layout:
     """Pack fields of at most ``PACKED_FIELD_BYTES`` into block 0, widest elements first; others get their own block."""
-    places: dict[int, Place] = {}
     small = [i for i, field in enumerate(fields) if field.nbytes <= PACKED_FIELD_BYTES]
-    used = 0
+    large = [i for i in range(len(fields)) if i not in small]
     # Widest elements first: every field is then aligned to its element without a gap before it.
-    for i in sorted(small, key=lambda i: -fields[i].bits.itemsize):
-        places[i] = Place(0, used)
-        used += fields[i].nbytes
-    strides = [_padded(used, len(small))] if small else []
-    for i, field in enumerate(fields):
-        if i not in places:
-            places[i] = Place(len(strides), 0)
-            strides.append(field.nbytes)
-    return Layout(tuple(strides), tuple(places[i] for i in range(len(fields))))
+    small.sort(key=lambda i: -fields[i].bits.itemsize)
+    blocks = ([small] if small else []) + [[i] for i in large]
+    places = {i: Place(block, f"f{i}") for block, members in enumerate(blocks) for i in members}
+    return Layout(
+        tuple(_record([(f"f{i}", fields[i]) for i in members]) for members in blocks),
+        tuple(places[i] for i in range(len(fields))),
+    )
 
 
-def _padded(used: int, count: int) -> int:
-    # A lone small field needs no padding: its rows are aligned by themselves.
-    return used if count == 1 else -(-used // _ALIGNMENT) * _ALIGNMENT
+def _record(members: Sequence[tuple[str, Field]]) -> np.dtype[np.void]:
+    offsets = np.cumsum([0, *(field.nbytes for _, field in members)]).tolist()
+    # A lone field needs no padding: its rows are aligned by themselves.
+    size = offsets[-1] if len(members) == 1 else -(-offsets[-1] // _ALIGNMENT) * _ALIGNMENT
+    return np.dtype(
+        {
+            "names": [name for name, _ in members],
+            "formats": [(field.bits, field.shape) for _, field in members],
+            "offsets": offsets[:-1],
+            "itemsize": size,
+        }
+    )
 
 
-def allocate(capacity: int, stride: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Zeroed rows ``[capacity, stride]`` of bytes, whose pages become real memory only when they are written."""
-    if capacity * stride == 0:
-        return np.zeros((capacity, stride), np.uint8)
+def allocate(capacity: int, record: np.dtype[np.void]) -> Records:
+    """Zeroed records ``[capacity]``, whose pages become real memory only when they are written."""
+    if record.itemsize == 0:
+        return np.zeros(capacity, record)
     flags = {}
     if hasattr(mmap, "MAP_PRIVATE"):
         # Without a reservation, so that a capacity beyond today's memory may be asked for before it is filled.
         flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return np.frombuffer(mmap.mmap(-1, capacity * stride, **flags), np.uint8).reshape(capacity, stride)
-
-
-def numpy_view(block: np.ndarray[Any, Any], field: Field, offset: int) -> np.ndarray[Any, Any]:
-    """The rows of one field, ``[rows, *shape]``, as bits."""
-    inner = np.empty(field.shape, field.bits).strides if field.nbytes == 0 else _inner_strides(field)
-    return np.ndarray(
-        (block.shape[0], *field.shape),
-        field.bits,
-        buffer=block.data,
-        offset=offset,
-        strides=(block.shape[1], *inner),
-    )
-
-
-def _inner_strides(field: Field) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = field.bits.itemsize
-    for length in reversed(field.shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
-
-
-def torch_view(block: torch.Tensor, stride: int, field: Field, offset: int) -> torch.Tensor:
-    """The rows of one field as a typed tensor ``[rows, *shape]`` over a block of bytes.
-
-    Args:
-        block: uint8 ``[rows * stride]``.
-        stride: bytes of a row.
-        field: the field.
-        offset: bytes from the start of a row.
-    """
-    size = field.bits.itemsize
-    rows = block.shape[0] // stride
-    inner = tuple(step // size for step in _inner_strides(field))
-    return block.view(field.dtype).as_strided((rows, *field.shape), (stride // size, *inner), offset // size)
+    return np.frombuffer(mmap.mmap(-1, capacity * record.itemsize, **flags), record)

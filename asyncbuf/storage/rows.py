@@ -11,6 +11,7 @@ from asyncbuf.checkpoint.structure import structure_from_plain, structure_to_pla
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
 from asyncbuf.storage.leaf import Field, as_bits, typed
+from asyncbuf.tree import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,18 +25,36 @@ CHUNK_BYTES = 64 * 1024 * 1024
 
 
 class RowMemory:
-    """The memory behind a known structure, and how a batch is cut out of it."""
+    """The memory behind a known structure.
+
+    Args:
+        capacity: number of rows.
+        spec: structure of an item.
+        fields: its leaves, in order.
+    """
 
     def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...]) -> None:
         self.spec = spec
         self.fields = fields
         self.layout = layout.plan(fields)
-        self.blocks = [layout.allocate(capacity, stride) for stride in self.layout.strides]
-        self.columns = [
-            layout.numpy_view(self.blocks[place.block], field, place.offset)
-            for field, place in zip(fields, self.layout.places, strict=True)
+        self.blocks = [layout.allocate(capacity, record) for record in self.layout.records]
+        self.columns = columns(self.blocks, self.layout)
+        self.row_nbytes = self.layout.nbytes
+
+    def gather(self, indices: np.ndarray[Any, Any]) -> Any:
+        """Rows in fresh memory: a tree of tensors ``[batch, *item]``."""
+        # "clip", since the indices are in range: "raise" would go through a second buffer.
+        taken = [block.take(indices, mode="clip") for block in self.blocks]
+        leaves = [
+            typed(taken[place.block][place.name], field)
+            for field, place in zip(self.fields, self.layout.places, strict=True)
         ]
-        self.row_nbytes = sum(self.layout.strides)
+        return unflatten(self.spec, leaves, batch=len(indices))
+
+
+def columns(blocks: Sequence[layout.Records], plan: layout.Layout) -> list[np.ndarray[Any, Any]]:
+    """The rows of each field, ``[rows, *shape]``, as bits: views into the blocks."""
+    return [blocks[place.block][place.name] for place in plan.places]
 
 
 class FrozenRows:
@@ -72,14 +91,12 @@ class FrozenRows:
             yield self._columns(pending)
 
     def _columns(self, segments: list[list[np.ndarray[Any, Any]]]) -> dict[str, torch.Tensor]:
-        rows = self._rows
+        fields = self._rows.fields
         blocks = [np.concatenate(parts) for parts in zip(*segments, strict=True)]
+        found = columns(blocks, self._rows.layout)
         return {
-            name: typed(
-                layout.numpy_view(blocks[place.block], field, place.offset).copy(),
-                field,
-            )
-            for name, field, place in zip(_names(rows.fields), rows.fields, rows.layout.places, strict=True)
+            name: typed(np.ascontiguousarray(column), field)
+            for name, field, column in zip(_names(fields), fields, found, strict=True)
         }
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from asyncbuf import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
-from asyncbuf.storage import layout
 from asyncbuf.storage.base import Prepared, Run, Storage
 from asyncbuf.storage.frozen import CopyOnWrite, Frozen, Held
 from asyncbuf.storage.leaf import Field, as_bits, fit
@@ -18,6 +14,9 @@ from asyncbuf.storage.rows import FrozenRows, RowMemory, fill, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import torch
 
 
 class TensorStorage(Storage):
@@ -131,36 +130,9 @@ class TensorStorage(Storage):
 
     def gather(self, indices: torch.Tensor) -> Any:
         """Collect rows into fresh tensors ``[batch, *item]``."""
-        rows = self._rows
-        if rows is None:
+        if self._rows is None:
             raise SchemaError("expected written rows, found an empty storage")
-        count = indices.shape[0]
-        positions = indices.numpy()
-        taken = []
-        for block, stride in zip(rows.blocks, rows.layout.strides, strict=True):
-            out = torch.empty(count * stride, dtype=torch.uint8)
-            if stride:
-                # "clip" writes straight into `out`; "raise" would go through a second buffer.
-                np.take(
-                    block,
-                    positions,
-                    axis=0,
-                    out=out.numpy().reshape(count, stride),
-                    mode="clip",
-                )
-            taken.append(out)
-        leaves = [
-            layout.torch_view(
-                taken[place.block],
-                rows.layout.strides[place.block],
-                field,
-                place.offset,
-            )
-            if field.nbytes
-            else torch.empty((count, *field.shape), dtype=field.dtype)
-            for field, place in zip(rows.fields, rows.layout.places, strict=True)
-        ]
-        return tree.unflatten(rows.spec, leaves, batch=count)
+        return self._rows.gather(indices.numpy())
 
     def gather_nbytes(self, count: int) -> int:
         """Bytes that gathering ``count`` rows moves."""
