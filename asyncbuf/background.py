@@ -108,7 +108,7 @@ def _first(error: BaseException) -> BaseException:
     return without_own_frames(error)
 
 
-_OWN = {f"asyncbuf.{name}" for name in ("background", "buffer", "gate", "pipeline")}
+_OWN = {f"asyncbuf.{name}" for name in ("background", "buffer", "gate", "making", "pipeline", "stream")}
 
 
 def without_own_frames(error: BaseException) -> BaseException:

@@ -55,6 +55,7 @@ class Maker:
         self._order: deque[Entry] = deque()
         self._order_busy = False
         self._resting = False
+        self._halted = True
         self._step: asyncio.Future[None] | None = None
         self.threads = Threads(workers)
         self.gather_seconds = 0.0
@@ -69,6 +70,12 @@ class Maker:
         self._loop = asyncio.get_running_loop()
         self._todo = asyncio.Queue()
         self.is_stopping = is_stopping
+        self._halted = False
+
+    def halt(self) -> None:
+        """Nothing will be settled any more: whoever waits for it goes on."""
+        self._halted = True
+        self._went_on()
 
     async def close(self) -> None:
         """Wait for the threads and end them; the workers have ended before."""
@@ -223,7 +230,7 @@ class Maker:
         """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
         self._resting = True
         try:
-            while self._order_busy and not self.is_stopping():
+            while self._order_busy and not self._halted:
                 await self.step()
             yield
         finally:

@@ -99,6 +99,7 @@ class Pipeline:
     def _stop(self, reason: Callable[[], Exception]) -> None:
         self._unusable = reason
         self._gate.refuse(reason)
+        self._maker.halt()
         for line in self._lines.values():
             line.notify_all()
 

@@ -83,11 +83,12 @@ class Snapshot:
             CheckpointError: something else than a checkpoint is there.
             OSError: the file system refuses.
         """
-        with Writer(path) as writer:
-            await in_thread(self._write_and_commit, writer, on_cancel=writer.stop)
+        writer = Writer(path)
+        await in_thread(self._save, writer, on_cancel=writer.stop)
 
-    def _write_and_commit(self, writer: Writer) -> None:
-        writer.commit({"buffer": self.write(writer)})
+    def _save(self, writer: Writer) -> None:
+        with writer:
+            writer.commit({"buffer": self.write(writer)})
 
     @classmethod
     async def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -56,27 +56,26 @@ class Writer:
 
     Args:
         path: the directory of the checkpoint. What is there already is replaced, if it is a checkpoint.
-
-    Raises:
-        CheckpointError: something else than a checkpoint is there.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = self._root = self._data = Path(path)
         self._files: dict[str, dict[str, Any]] = {}
-        self._stopped = False
+        self._stopped = self._committed = False
+
+    def __enter__(self) -> Self:
+        """Make the directory that nobody sees yet.
+
+        Raises:
+            CheckpointError: something else than a checkpoint is there.
+        """
         if self._path.is_symlink() or self._path.exists():
-            if not self._path.is_dir() or (any(self._path.iterdir()) and not (self._path / MANIFEST).is_file()):
+            if not self._path.is_dir() or (any(self._path.iterdir()) and not is_checkpoint(self._path)):
                 raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
-            self._root = self._path
         else:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._root = self._path.with_name(f".{self._path.name}.tmp-{secrets.token_hex(8)}")
         self._data = self._root / f"data-{secrets.token_hex(8)}"
-        self._committed = False
-
-    def __enter__(self) -> Self:
-        """Make the directory that nobody sees yet."""
         self._data.mkdir(parents=True)
         return self
 
