@@ -91,7 +91,8 @@ def _named_tuple(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Seque
 
 
 def _dataclass(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], None]:
-    names = tuple(field.name for field in dataclasses.fields(value))
+    # What the constructor does not take, it makes from the rest.
+    names = tuple(field.name for field in dataclasses.fields(value) if field.init)
     return names, [getattr(value, name) for name in names], None
 
 
@@ -111,6 +112,7 @@ _DATACLASS = Container(
 )
 _BUILT_IN = (_DICT, _LIST, _TUPLE, _NAMED_TUPLE, _DATACLASS)
 _registered: dict[type, Container] = {}
+_finders: list[Callable[[type], Container | None]] = []
 _looked_up: dict[type, Container | None] = {}
 _by_name: dict[str, Container] = {container.name: container for container in _BUILT_IN}
 
@@ -126,10 +128,23 @@ def register_container(cls: type, container: Container) -> None:
         ValueError: the name is taken by another container.
     """
     taken = _by_name.get(container.name)
-    if taken is not None and taken is not _registered.get(cls):
-        raise ValueError(f"container name {container.name!r} is taken: expected a name not in {sorted(_by_name)}")
+    if container.name == LEAF.kind or (taken is not None and taken is not _registered.get(cls)):
+        names = sorted([LEAF.kind, *_by_name])
+        raise ValueError(f"container name {container.name!r} is taken: expected a name not in {names}")
     _registered[cls] = container
     _by_name[container.name] = container
+    _looked_up.clear()
+
+
+def register_family(container: Container, belongs: Callable[[type], bool]) -> None:
+    """Teach trees types that have no common base, such as those that a class decorator makes.
+
+    Args:
+        container: how they are taken apart and put together.
+        belongs: whether a type is one of them.
+    """
+    _by_name[container.name] = container
+    _finders.append(lambda cls: container if belongs(cls) else None)
     _looked_up.clear()
 
 
@@ -147,16 +162,19 @@ def _container_of(cls: type) -> Container | None:
 
 
 def _look_up(cls: type) -> Container | None:
+    _load_integrations()
+    for parent in cls.__mro__:
+        if parent in _registered:
+            return _registered[parent]
+    for find in _finders:
+        if (container := find(cls)) is not None:
+            return container
     if issubclass(cls, dict):
         return _DICT
     if issubclass(cls, tuple):
         return _NAMED_TUPLE if hasattr(cls, "_fields") else _TUPLE
     if issubclass(cls, list):
         return _LIST
-    _load_integrations()
-    for parent in cls.__mro__:
-        if parent in _registered:
-            return _registered[parent]
     return _DATACLASS if dataclasses.is_dataclass(cls) else None
 
 
@@ -205,11 +223,8 @@ def flatten_like(spec: Spec, tree: Any, *, batched: bool) -> list[Any]:
     """
     if spec.kind == "dict" and type(tree) is dict and all(child is LEAF for child in spec.children):
         # The common case, a flat dict, without a walk.
-        try:
-            leaves = [tree[key] for key in spec.keys]
-        except KeyError:
-            leaves = []
-        if len(tree) == len(leaves) and all(_container_of(type(leaf)) is None for leaf in leaves):
+        leaves = [tree[key] for key in spec.keys if key in tree]
+        if len(leaves) == len(tree) == len(spec.keys) and all(_container_of(type(leaf)) is None for leaf in leaves):
             return leaves
     leaves = []
     _flatten_like_into(spec, tree, batched, "", leaves)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
 from tensordict.utils import is_non_tensor
 
 from asyncbuf.checkpoint.codec import register_codec
 from asyncbuf.errors import SchemaError
-from asyncbuf.tree import Container, register_container
+from asyncbuf.tree import Container, register_container, register_family
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -40,6 +40,10 @@ def _unflatten(
     return TensorDict(dict(zip(keys, children, strict=True)), batch_size=size)
 
 
+def _unflatten_class(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], aux: Any, batch: int | None) -> Any:
+    return kind.from_tensordict(_unflatten(None, keys, children, aux, batch))
+
+
 def _encode(value: TensorDictBase) -> dict[str, Any]:
     keys, children, size = _flatten(value, False)
     return {"data": dict(zip(keys, children, strict=True)), "batch_size": size}
@@ -53,4 +57,5 @@ def _decode(plain: dict[str, Any]) -> TensorDict:
 def register() -> None:
     """Make trees take TensorDicts apart and let them into checkpoints; does nothing the second time."""
     register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))
+    register_family(Container("tensorclass", _flatten, _unflatten_class), is_tensorclass)
     register_codec(TensorDictBase, _encode, _decode, name="tensordict", subclasses=True)

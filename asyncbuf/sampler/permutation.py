@@ -34,7 +34,9 @@ class Permutation:
         self.length = length
         self._short: torch.Tensor | None = None
         if length <= _SHORT:
-            self._short = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+            # The generator of the CPU looks at the lower 32 bits of a seed only.
+            folded = (seed ^ (seed >> 32)) & 0xFFFFFFFF
+            self._short = torch.randperm(length, generator=torch.Generator().manual_seed(folded))
             return
         bits = (length - 1).bit_length()
         self._low = np.uint64(bits // 2)
@@ -47,9 +49,9 @@ class Permutation:
     def __getitem__(self, positions: slice) -> torch.Tensor:
         """The indices at ``start <= position < stop``: int64 ``[stop - start]``."""
         if self._short is not None:
-            return self._short[positions]
+            return self._short[positions].clone()
         start, stop = positions.start, min(positions.stop, self.length)
-        parts = []
+        parts = [np.empty(0, np.int64)]
         while start < stop:
             chunk_start = start - start % _CHUNK
             if chunk_start != self._chunk_start:
@@ -59,7 +61,7 @@ class Permutation:
             part = self._chunk[start - chunk_start : stop - chunk_start]
             parts.append(part)
             start += len(part)
-        return torch.from_numpy(np.concatenate(parts) if len(parts) != 1 else parts[0].copy())
+        return torch.from_numpy(np.concatenate(parts))
 
     def _at(self, positions: U64) -> np.ndarray[Any, np.dtype[np.int64]]:
         values = self._bijection(positions)

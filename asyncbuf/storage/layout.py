@@ -9,6 +9,7 @@ finds by name.
 from __future__ import annotations
 
 import mmap
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PACKED_FIELD_BYTES = 2048
 _ALIGNMENT = 16
+# So that a capacity beyond today's memory may be asked for before it is filled. Python names the flag from 3.13 on.
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 Records = np.ndarray[Any, np.dtype[np.void]]
 
@@ -87,6 +90,5 @@ def allocate(capacity: int, record: np.dtype[np.void]) -> Records:
         return np.zeros(capacity, record)
     flags = {}
     if hasattr(mmap, "MAP_PRIVATE"):
-        # Without a reservation, so that a capacity beyond today's memory may be asked for before it is filled.
-        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     return np.frombuffer(mmap.mmap(-1, capacity * record.itemsize, **flags), record)

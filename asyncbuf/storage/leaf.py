@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,9 +91,10 @@ def as_bits(leaf: Any, path: str) -> tuple[np.ndarray[Any, Any], torch.dtype, bo
     if isinstance(leaf, bool):
         return np.asarray(leaf), torch.bool, True
     if isinstance(leaf, int):
-        if not -(2**63) <= leaf < 2**63:
+        if not -(2**63) <= leaf < 2**64:
             raise SchemaError(f"{path}: expected an integer of 64 bits, found {leaf}")
-        return np.asarray(leaf, np.int64), torch.int64, True
+        signed = leaf < 2**63
+        return np.asarray(leaf, np.int64 if signed else np.uint64), torch.int64 if signed else torch.uint64, True
     if isinstance(leaf, (float, complex)):
         return (
             np.asarray(leaf),
@@ -107,6 +109,8 @@ def as_bits(leaf: Any, path: str) -> tuple[np.ndarray[Any, Any], torch.dtype, bo
 def _tensor_bits(leaf: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
     if leaf.layout is not torch.strided or leaf.dtype not in _BITS:
         raise SchemaError(f"{path}: expected a dense tensor of a plain dtype, found {leaf.dtype}, {leaf.layout}")
+    if leaf.is_meta:
+        raise SchemaError(f"{path}: expected a tensor with data, found one on the meta device")
     plain = leaf.detach()
     if plain.device.type != "cpu":
         plain = plain.cpu()
@@ -135,12 +139,18 @@ def fit(field: Field, bits: np.ndarray[Any, Any], dtype: torch.dtype, guessed: b
     raise SchemaError(f"{field.path}: expected dtype {field.dtype}, found {dtype}")
 
 
+def _in_range(value: complex, most: float) -> bool:
+    """Whether a number stays finite if it is finite, instead of becoming infinite or the largest one."""
+    return all(abs(part) <= most or not math.isfinite(part) for part in (value.real, value.imag))
+
+
 def _number(field: Field, value: complex) -> np.ndarray[Any, Any]:
     exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
     try:
         number = torch.tensor(value, dtype=field.dtype)
-    except (RuntimeError, OverflowError):
-        number = None
-    if number is None or (exact and number.item() != value):
+        fits = number.item() == value if exact else _in_range(value, torch.finfo(field.dtype).max)
+    except (RuntimeError, OverflowError, ValueError):
+        fits = False
+    if not fits:
         raise SchemaError(f"{field.path}: expected a number that fits {field.dtype}, found {value}")
     return _tensor_bits(number, field.path)

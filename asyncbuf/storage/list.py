@@ -48,7 +48,8 @@ class ListStorage(Storage):
         if isinstance(items, (torch.Tensor, np.ndarray)) and items.ndim > 0:
             # A row of a batched array is a view: it must not change with the array of the caller.
             items = list(items.clone()) if isinstance(items, torch.Tensor) else list(items.copy())
-        if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
+        is_scalar = isinstance(items, (torch.Tensor, np.ndarray))  # those with axes are lists by now
+        if is_scalar or isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
             raise SchemaError(f"expected a sequence of items, found {type(items).__name__} (add() takes one item)")
         payload = list(items)
         if not payload:

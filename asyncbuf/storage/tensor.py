@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from asyncbuf import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage.base import Prepared, Run, Storage
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
-    import torch
 
 
 class TensorStorage(Storage):
@@ -110,6 +111,8 @@ class TensorStorage(Storage):
         arrays, fields = [], []
         for leaf, path in zip(leaves, spec.paths(), strict=True):
             bits, dtype, guessed = as_bits(leaf, path)
+            if guessed and dtype is torch.uint64:
+                raise SchemaError(f"{path}: expected an integer of 64 bits, found {leaf}")
             array = batched(fit(Field(path, dtype, ()), bits, dtype, guessed))
             arrays.append(array)
             fields.append(Field(path, dtype, array.shape[1:]))
@@ -123,7 +126,7 @@ class TensorStorage(Storage):
             self._rows = RowMemory(self.capacity, spec, fields)
         for frozen in self._frozen:
             frozen.before_write(runs)
-        self._filled = max(self._filled, *(run.row + run.count for run in runs))
+        self._filled = max([self._filled, *(run.row + run.count for run in runs)])
         for column, array in zip(self._rows.columns, arrays, strict=True):
             for run in runs:
                 column[run.row : run.row + run.count] = array[run.item : run.item + run.count]
