@@ -7,16 +7,16 @@ left within the supervisor alone). Whatever ends a worker unexpectedly ends all 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from typing import TYPE_CHECKING
+import traceback
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Awaitable, Callable
 
+E = TypeVar("E", bound=BaseException)
 logger = logging.getLogger("asyncbuf")
 
 
@@ -42,6 +42,7 @@ class Background:
         self._workers = workers
         self._crashed = crashed
         self._closed = closed
+        self._reported = False
         self._stop = asyncio.Event()
         self._started = asyncio.Event()
         self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor")
@@ -80,9 +81,8 @@ class Background:
                 await self._stop.wait()
                 group.cancel_scope.cancel()
         except BaseException as error:
-            if not self.stopping:
-                self._crashed(_first(error))
-            if isinstance(error, asyncio.CancelledError):
+            self._report(error)
+            if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
                 raise
         finally:
             self._started.set()
@@ -90,38 +90,52 @@ class Background:
             # The callbacks belong to the pipeline, which holds this object: leave no cycle.
             del self._work, self._crashed, self._closed
 
+    def _report(self, error: BaseException) -> None:
+        """Tell of the first error at once; other workers may take long to end, if a thread holds them up."""
+        if not self.stopping and not self._reported:
+            self._reported = True
+            self._crashed(detached(_first(error)))
+
     async def _serve(self) -> None:
         try:
             await self._work()
+            ended = RuntimeError("a background task of the buffer ended")
         except asyncio.CancelledError:
-            if self.stopping:
-                raise
+            if self.stopping or self._reported:
+                return  # the task would keep the error, and the error the frames of the work
             # A task group takes a cancelled child for a finished one. Waiting consumers would never hear of it.
-            raise RuntimeError("a background task of the buffer was cancelled from outside") from None
+            ended = RuntimeError("a background task of the buffer was cancelled from outside")
+        except KeyboardInterrupt as error:
+            self._report(error)
+            raise
+        except BaseException as error:
+            # Not raised as it is: an event loop lets SystemExit end the program.
+            self._report(error)
+            ended = RuntimeError(f"a background task of the buffer ended: {error!r}")
         if not self.stopping:
-            raise RuntimeError("a background task of the buffer ended")
+            self._report(ended)
+            raise ended
 
 
 def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return without_own_frames(error)
+    return error
 
 
-_OWN = {f"asyncbuf.{name}" for name in ("background", "buffer", "gate", "making", "pipeline", "stream")}
+def detached(error: E) -> E:
+    """The error without its traceback, which goes into a note as text.
 
-
-def without_own_frames(error: BaseException) -> BaseException:
-    """The error, its traceback cut to what lies below the machinery of this package.
-
-    Those frames hold tickets and buffers. An error that a ticket or buffer keeps must not hold them in turn.
+    A traceback holds frames, these hold those that called them, and so on to tickets and buffers. An error that a
+    ticket or buffer keeps must not hold them in turn.
     """
-    kept: types.TracebackType | None = error.__traceback__
-    step = kept
-    while step is not None:
-        name = step.tb_frame.f_globals.get("__name__", "")
-        is_coroutine = step.tb_frame.f_code.co_flags & inspect.CO_COROUTINE
-        if name in _OWN or (is_coroutine and name.startswith("asyncbuf.")):
-            kept = step.tb_next
-        step = step.tb_next
-    return error.with_traceback(kept)
+    if error.__traceback__ is not None:
+        lines = traceback.format_tb(error.__traceback__)
+        error.add_note("raised in (most recent call last):\n" + "".join(lines).rstrip())
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

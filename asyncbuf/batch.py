@@ -69,6 +69,13 @@ class Batch:
         """``data[key]``."""
         return self.data[key]
 
+    def __contains__(self, key: object) -> bool:
+        """``key in data``."""
+        return key in self.data
+
+    # Without this, Python would try batch[0], batch[1], ... as if it were a list.
+    __iter__ = None
+
     def __len__(self) -> int:
         """Number of items."""
         return self.indices.shape[0]

@@ -99,8 +99,16 @@ class ReplayBuffer(Persistent):
         self._storage = storage
         self._gate = HistoryGate()
         self._source = Source(storage, self._writer, self._sampler, self._generator, min_size)
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
         collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
-        chain = Chain(collate, _listed(transform), device=device, pin_memory=pin_memory)
+        chain = Chain(
+            collate,
+            _listed(transform),
+            foreign_collate=collate_fn is not None,
+            device=device,
+            pin_memory=pin_memory,
+        )
         self._pipeline = Pipeline(
             self._source,
             chain,
@@ -138,6 +146,8 @@ class ReplayBuffer(Persistent):
         Raises:
             AsyncBufError: it is open already, or is still being closed.
         """
+        if self._state == "closing" and self._pipeline.is_closed:
+            self._state = "closed"  # nobody waited for the end
         if self._state not in ("new", "closed"):
             raise AsyncBufError(f"open: expected a buffer that is not open, found one that is {self._state}")
         self._state = "open"
@@ -162,7 +172,8 @@ class ReplayBuffer(Persistent):
         """
         if self._state in ("new", "closed"):
             return
-        self._check_loop()
+        if not (self._pipeline.is_closed and self._loop is not None and self._loop.is_closed()):
+            self._check_loop()
         self._state = "closing"
         self._pipeline.begin_close()
         if not await self._pipeline.closed(timeout):
@@ -184,8 +195,8 @@ class ReplayBuffer(Persistent):
         """Complain about a buffer that was dropped while it was open, and end its background work."""
         if getattr(self, "_state", "new") != "open" or self._loop is None or self._loop.is_closed():
             return
-        warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
         self._loop.call_soon_threadsafe(self._pipeline.begin_close)
+        warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
 
     def _check_loop(self) -> None:
         if self._loop is None or self._state in ("new", "closed"):
@@ -209,8 +220,8 @@ class ReplayBuffer(Persistent):
         """Write items. Either all of them are written or, with an error or a cancelled wait, none.
 
         Args:
-            items: a tree whose leaves have shape ``[items, *item]``; for ``ListStorage`` a sequence of items. They are
-                copied: the caller may reuse its arrays afterwards. Of more items than the capacity the last ones stay.
+            items: a tree whose leaves have shape ``[items, *item]``, which are copied; for ``ListStorage`` a sequence
+                of items, which are kept as they are. Of more items than the capacity the last ones stay.
 
         Returns:
             The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
@@ -256,8 +267,11 @@ class ReplayBuffer(Persistent):
             rows = self._commit(placement)
         if self._state != "open":
             threads.abandon()  # nobody would end them later
-        if cancelled is not None:
-            raise cancelled
+        try:
+            if cancelled is not None:
+                raise cancelled
+        finally:
+            del cancelled
         return rows
 
     def _confirmed(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> Prepared:
@@ -360,10 +374,7 @@ class ReplayBuffer(Persistent):
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
         await self._turn()
         self._check_not_frozen()
-        line = self._line(None)
-        if stream.one_pass and stream.epoch is None:
-            stream.epoch = self._pipeline.next_epoch(line)
-        return await self._pipeline.take(line, stream.epoch)
+        return await self._pipeline.take(self._line(None), stream.within)
 
     @property
     def was_opened(self) -> bool:

@@ -42,11 +42,9 @@ class PrefetchError(AsyncBufError):
         self.number = number
         self.indices = tuple(indices)
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]]]:
-        """Pickle by the arguments of the constructor."""
-        return type(self), (str(self), self.number, self.indices)
+    def __reduce__(self) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]], dict[str, object]]:
+        """Pickle by the arguments of the constructor, notes included."""
+        return type(self), (str(self), self.number, self.indices), self.__dict__
 
 
 class SchemaError(AsyncBufError, ValueError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -20,18 +20,51 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Turn(NamedTuple):
+class _Turn:
     """A place in the queue.
 
     Attributes:
         run: what to do when the turn comes.
         alone: whether holds must be gone by then.
-        waiter: the future of the coroutine that asked; None for a draw, for which nobody waits here.
+        waiter: resolved when the turn has come, or will not; None for a draw, for which nobody waits here.
+        result: what ``run`` returned.
+        error: what it raised, or why the turn will not come. Kept here and not in the future: an error that is raised
+            out of a future holds the frames that hold the future.
+        came: whether the turn has come.
     """
 
-    run: Callable[[], None]
-    alone: bool
-    waiter: asyncio.Future[Any] | None
+    __slots__ = ("alone", "came", "error", "result", "run", "waiter")
+
+    def __init__(self, run: Callable[[], Any], *, alone: bool, waiter: asyncio.Future[None] | None) -> None:
+        self.run = run
+        self.alone = alone
+        self.waiter = waiter
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.came = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.waiter is not None and self.waiter.done()
+
+    def come(self) -> None:
+        """Its time is there."""
+        self.came = True
+        if self.waiter is None:
+            self.run()
+            return
+        try:
+            self.result = self.run()
+        except BaseException as error:  # whatever it is, it belongs to the coroutine that asked
+            self.error = error
+        self.waiter.set_result(None)
+
+    def refuse(self, error: BaseException) -> None:
+        """Its time will not come."""
+        assert self.waiter is not None
+        self.error = error
+        self.waiter.set_result(None)
 
 
 class HistoryGate:
@@ -56,11 +89,11 @@ class HistoryGate:
     @property
     def waiting_writers(self) -> int:
         """Number of writes that were asked for and have not begun."""
-        return sum(turn.alone for turn in self._queue)
+        return sum(turn.alone and not turn.given_up for turn in self._queue)
 
     def draw(self, action: Callable[[], None]) -> None:
         """Do something as soon as every write asked for before it has taken effect: now, if none is waiting."""
-        self._queue.append(_Turn(action, False, None))
+        self._queue.append(_Turn(action, alone=False, waiter=None))
         self._pump()
 
     def hold(self) -> None:
@@ -83,51 +116,51 @@ class HistoryGate:
             What the action returns. A cancelled wait has not done the action, unless its turn had come already.
         """
         if not self._queue and not self._writing and not self._pumping and not (alone and self._holds):
-            result = action()
-            # The action may have asked for draws while it looked as if nobody was at the gate.
-            self._pump()
-            return result
-        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def run() -> None:
+            self._pumping = True  # draws that the action asks for come after it
             try:
-                result = action()
-            except BaseException as error:  # whatever it is, it belongs to the coroutine that asked
-                waiter.set_exception(error)
-            else:
-                waiter.set_result(result)
-
-        return await self._turn(waiter, run, alone)
+                return action()
+            finally:
+                self._pumping = False
+                self._pump()
+        turn = self._queued(action, alone=alone)
+        await self._wait(turn)
+        return cast("T", turn.result)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold everything else off while a thread copies a write."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def run() -> None:
+        def begin() -> None:
             self._writing = True
-            waiter.set_result(None)
 
+        turn = self._queued(begin, alone=True)
         try:
-            await self._turn(waiter, run, alone=True)
+            await self._wait(turn)
             yield
         finally:
             # The turn may have come in the very step in which the wait was cancelled: look at the turn, not the wait.
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            if turn.came:
                 self._writing = False
                 self._pump()
 
-    async def _turn(self, waiter: asyncio.Future[T], run: Callable[[], None], alone: bool) -> T:
-        self._queue.append(_Turn(run, alone, waiter))
+    def _queued(self, run: Callable[[], Any], *, alone: bool) -> _Turn:
+        turn = _Turn(run, alone=alone, waiter=asyncio.get_running_loop().create_future())
+        self._queue.append(turn)
         self._pump()
+        return turn
+
+    async def _wait(self, turn: _Turn) -> None:
+        assert turn.waiter is not None
         try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._pump()  # those behind it may go on now
-            elif waiter.done():
-                waiter.exception()  # seen; the cancellation says more
-            raise
+            await turn.waiter
+        finally:
+            self._forget_given_up()
+        if turn.error is not None:
+            error, turn.error = turn.error, None
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame, which must not hold it in turn
 
     def _pump(self) -> None:
         if self._pumping:
@@ -136,18 +169,27 @@ class HistoryGate:
         try:
             while self._queue and not self._writing:
                 turn = self._queue[0]
-                given_up = turn.waiter is not None and turn.waiter.done()
-                if turn.alone and self._holds and not given_up:
+                if turn.alone and self._holds and not turn.given_up:
                     return
                 self._queue.popleft()
-                if not given_up:
-                    turn.run()
+                if not turn.given_up:
+                    turn.come()
+        except BaseException:
+            self._pumping = False
+            self._pump()  # an error in one turn stops none of those behind it
+            raise
         finally:
             self._pumping = False
+
+    def _forget_given_up(self) -> None:
+        """A turn that nobody waits for must hold neither its items nor those behind it."""
+        if any(turn.given_up for turn in self._queue):
+            self._queue = deque(turn for turn in self._queue if not turn.given_up)
+            self._pump()
 
     def refuse(self, error: Callable[[], BaseException]) -> None:
         """Tell every coroutine that waits for its turn that it will not come."""
         for turn in self._queue:
-            if turn.waiter is not None and not turn.waiter.done():
-                turn.waiter.set_exception(error())
-        self._pump()
+            if not turn.given_up and turn.waiter is not None:
+                turn.refuse(error())
+        self._forget_given_up()

@@ -76,21 +76,38 @@ class Entry:
         self.stage = Stage.DRAWN if self.progress is None else Stage.GATHERED
 
 
+class Pass:
+    """A pass over the items that one or several consumers go through together.
+
+    Attributes:
+        number: number of the pass; None before its first batch was asked for.
+        begun: whether a batch of it was handed over.
+    """
+
+    __slots__ = ("begun", "number")
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.begun = False
+
+
 class Waiter:
     """A consumer in its turn.
 
     Attributes:
-        epoch: the only pass it wants batches of; None for any.
+        within: the pass that it goes through; None if it takes any batch.
         wake: what it waits on; None while it does not wait.
+        answered: whether its turn in the history has come.
+        gone: whether it gave up before that.
         over: whether its pass has no more batches.
     """
 
-    __slots__ = ("epoch", "over", "wake")
+    __slots__ = ("answered", "gone", "over", "wake", "within")
 
-    def __init__(self, epoch: int | None) -> None:
-        self.epoch = epoch
+    def __init__(self, within: Pass | None) -> None:
+        self.within = within
         self.wake: asyncio.Future[None] | None = None
-        self.over = False
+        self.answered = self.gone = self.over = False
 
     def notify(self) -> None:
         """Let it look again."""
@@ -101,21 +118,21 @@ class Waiter:
 class Line:
     """Tickets of one batch size, in order, and their consumers, first come, first served.
 
-    How many tickets are drawn follows from how many batches were asked for and from nothing else: with ``asked``
-    counting the calls that were served or still wait, tickets are drawn until ``drawn == asked + depth``. So the draws
-    fall on the calls, and neither threads nor cancelled calls (which take their count back) can move them.
+    How many tickets are drawn follows from how many batches were asked for and from nothing else: when the turn of a
+    call in the history has come, it is ``answered``, and tickets are drawn until ``drawn == answered + depth``. So the
+    draws fall on the calls, and neither threads nor cancelled calls (which take their count back) can move them.
 
     Attributes:
         batch_size: rows of a ticket.
         depth: how many tickets are drawn ahead of those asked for.
         entries: the tickets that nobody has taken.
-        waiters: the consumers, in the order in which they asked.
+        waiters: the consumers, in the order in which they asked. Those that are answered come first.
         taken: number of tickets that left the line by being handed over.
-        goal: how many tickets may be drawn by the calls whose turn in the history has come.
+        answered: number of calls whose turn has come and that have not given up.
         error: why the last attempt to draw failed; None after a success.
     """
 
-    __slots__ = ("batch_size", "depth", "entries", "error", "goal", "taken", "waiters")
+    __slots__ = ("answered", "batch_size", "depth", "entries", "error", "taken", "waiters")
 
     def __init__(self, batch_size: int, depth: int) -> None:
         self.batch_size = batch_size
@@ -123,13 +140,8 @@ class Line:
         self.entries: deque[Entry] = deque()
         self.waiters: deque[Waiter] = deque()
         self.taken = 0
-        self.goal = 0
+        self.answered = 0
         self.error: Exception | None = None
-
-    @property
-    def asked(self) -> int:
-        """Number of batches that were handed over or are being waited for."""
-        return self.taken + len(self.waiters)
 
     @property
     def drawn(self) -> int:
@@ -139,7 +151,36 @@ class Line:
     @property
     def wants_more(self) -> bool:
         """Whether the calls so far call for another ticket."""
-        return self.drawn < min(self.goal, self.asked + self.depth)
+        return self.drawn < self.answered + self.depth
+
+    @property
+    def next_waiter(self) -> Waiter | None:
+        """The consumer that the next ticket is for; None if it would be ahead of the calls."""
+        return self.waiters[len(self.entries)] if self.drawn < self.answered else None
+
+    @property
+    def starves(self) -> bool:
+        """Whether a call whose turn has come has no ticket."""
+        return len(self.waiters) > len(self.entries) and self.waiters[len(self.entries)].answered
+
+    def answer(self, waiter: Waiter) -> None:
+        """The turn of a call has come."""
+        if not waiter.gone:
+            waiter.answered = True
+            self.answered += 1
+
+    def give_up(self, waiter: Waiter) -> None:
+        """A call ends without a batch."""
+        self.waiters.remove(waiter)
+        if waiter.answered:
+            self.answered -= 1
+        waiter.gone = True
+
+    def hand_over(self) -> Batch | None:
+        """The first ticket leaves with the first consumer."""
+        self.waiters.popleft()
+        self.taken += 1
+        return self.entries.popleft().batch
 
     def notify(self) -> None:
         """Let the first consumer look, if there is something to see."""
@@ -160,13 +201,18 @@ class Line:
         """Start over with other tickets; consumers that wait go on waiting."""
         self.entries = deque(entries)
         self.taken = 0
-        self.goal = self.asked + self.depth
+        self.answered = sum(waiter.answered for waiter in self.waiters)
         self.error = None
 
-    def drop(self) -> list[Entry]:
-        """Take every ticket out of the line."""
-        dropped = list(self.entries)
-        self.entries.clear()
+    def drop(self, *, spoken_for: bool = False) -> int:
+        """Take tickets out of the line: how many.
+
+        Args:
+            spoken_for: whether to take those too that calls wait for whose turn has come.
+        """
+        kept = 0 if spoken_for else sum(waiter.answered for waiter in self.waiters)
+        dropped = list(self.entries)[kept:]
         for entry in dropped:
             entry.dropped = True
-        return dropped
+            self.entries.pop()
+        return len(dropped)

@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf.background import logger, without_own_frames
+from asyncbuf.background import detached, logger
 from asyncbuf.line import Entry, Stage
 from asyncbuf.threads import Threads
 from asyncbuf.transform import Chain, Progress
@@ -150,18 +150,24 @@ class Maker:
             self.next_in_order()
         elif self._chain.quick and progress.step == 0:
             try:
-                data = self._chain.run_here(progress.data, entry.ticket.seed)
+                after = self._chain.run_here(progress.data, entry.ticket.seed)
             except Exception as error:
                 self._failed(entry, error)
             else:
-                entry.ready(data)
-                self._settled(entry)
+                self._made_here(entry, after)
+        else:
+            self._todo.put_nowait(entry)
+
+    def _made_here(self, entry: Entry, progress: Progress) -> None:
+        if progress.step == len(self._chain.steps):
+            entry.ready(progress.data)
+            self._settled(entry)
         else:
             self._todo.put_nowait(entry)
 
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
-        while self._order and (self._order[0].dropped or self._order[0].settled):
+        while self._order and (self._order[0].dropped or self._order[0].stage is Stage.READY):
             self._order.popleft()
         if self._order and not self._order_busy and not self._resting and self._order[0].stage is Stage.GATHERED:
             self._order_busy = True
@@ -201,8 +207,9 @@ class Maker:
         return self.is_stopping() or (task is not None and task.cancelling() > 0)
 
     def _failed(self, entry: Entry, error: Exception) -> None:
-        without_own_frames(error)
-        entry.fail(error)
+        entry.fail(detached(error))
+        if self._chain.ordered and entry not in self._order:
+            self._order.appendleft(entry)  # those behind it wait until it is tried again or dropped
         self._settled(entry)
 
     def _settled(self, entry: Entry) -> None:
@@ -212,6 +219,11 @@ class Maker:
         report = self._report()
         if report is not None and not entry.dropped:
             report(entry)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing will be settled before a failed ticket is tried again or dropped."""
+        return bool(self._order) and self._order[0].stage is Stage.FAILED and not self._order_busy
 
     # -- standing still -----------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from asyncbuf.background import Background, logger
+from asyncbuf.background import Background, detached, logger
 from asyncbuf.batch import Batch, Ticket
 from asyncbuf.errors import BufferClosedError, BufferFailedError, PrefetchError
-from asyncbuf.line import Entry, Line, Stage, Waiter
+from asyncbuf.line import Entry, Line, Pass, Stage, Waiter
 from asyncbuf.making import Maker
 from asyncbuf.tickets import SavedTicket, Tickets
 from asyncbuf.transform import mixed_seed
@@ -72,6 +72,11 @@ class Pipeline:
     # -- opening and closing ------------------------------------------------------------------------------------------
 
     @property
+    def is_closed(self) -> bool:
+        """Whether no task and no thread is left."""
+        return self._background is None
+
+    @property
     def unusable(self) -> Exception | None:
         """Why no batch can be had now; None while the buffer is open."""
         return None if self._unusable is None else self._unusable()
@@ -82,8 +87,8 @@ class Pipeline:
         self._background = background
         self._maker.open(lambda: background.stopping)
         self._unusable = None
-        await background.started()
         self._maker.go_on([entry for entry in self._entries() if not entry.settled])
+        await background.started()
 
     def begin_close(self) -> None:
         """Tell everyone that waits, and let the background tasks end."""
@@ -132,19 +137,12 @@ class Pipeline:
             line = self._lines[batch_size] = Line(batch_size, 0)
         return line
 
-    def next_epoch(self, line: Line) -> int | None:
-        """Number of the pass that a call would get a batch of now."""
-        position = len(line.waiters)
-        if position < len(line.entries):
-            return line.entries[position].ticket.draw.epoch
-        return self._source.sampler.epoch
-
-    async def take(self, line: Line, epoch: int | None = None) -> Batch | None:
+    async def take(self, line: Line, within: Pass | None = None) -> Batch | None:
         """Wait for the next batch of a line.
 
         Args:
             line: the line.
-            epoch: the only pass that is wanted; None for any.
+            within: the only pass that is wanted; None for any batch.
 
         Returns:
             The batch; None when the pass has no more.
@@ -153,24 +151,40 @@ class Pipeline:
             PrefetchError: the batch could not be made; the next call tries again.
             BufferClosedError, BufferFailedError: no batch will come.
         """
-        waiter = Waiter(epoch)
+        if self._unusable is not None:
+            raise self._unusable()
+        waiter = Waiter(within)
+        if within is not None and within.number is None:
+            within.number = self._epoch_at(line, len(line.waiters))
         line.waiters.append(waiter)
-        self._retry_first(line)
-        self._gate.draw(functools.partial(self._answer, line, line.asked + line.depth))
         try:
+            self._retry_first(line)
+            self._gate.draw(functools.partial(self._answer, line, waiter))
             while True:
                 batch = self._claim(line, waiter)
                 if batch is not None or waiter.over:
                     return batch
                 await self._wait(waiter)
         finally:
-            # Handed over, failed or cancelled: in each case this call does not stand in line any more.
-            if waiter in line.waiters:
-                line.waiters.remove(waiter)
-            if line.waiters:
-                self._retry_first(line)
-                self._redraw(line)
-                line.notify()
+            self._leave(line, waiter)
+
+    def _epoch_at(self, line: Line, position: int) -> int | None:
+        """Number of the pass that a ticket belongs to, drawn or not."""
+        if position < len(line.entries):
+            return line.entries[position].ticket.draw.epoch
+        return self._source.sampler.epoch
+
+    def _leave(self, line: Line, waiter: Waiter) -> None:
+        """A call has ended, by a batch, an error or a cancellation: those behind it go on."""
+        if waiter in line.waiters:
+            line.give_up(waiter)
+        if line.waiters:
+            self._retry_first(line)
+            if line.starves:
+                self._gate.draw(functools.partial(self._fill, line))
+            line.notify()
+        elif not line.entries and line.batch_size != self._batch_size:
+            self._lines.pop(line.batch_size, None)
 
     async def _wait(self, waiter: Waiter) -> None:
         start = time.perf_counter()
@@ -190,23 +204,25 @@ class Pipeline:
         if waiter.over or self._holding or line.waiters[0] is not waiter:
             return None
         if not line.entries:
-            error, line.error = line.error, None
-            if error is not None:
-                raise error
+            if waiter.answered and line.error is not None:
+                error, line.error = line.error, None
+                try:
+                    raise error
+                finally:
+                    del error  # it holds this frame, which must not hold it in turn
             return None
         entry = line.entries[0]
-        if waiter.epoch is not None and entry.ticket.draw.epoch != waiter.epoch:
+        if waiter.within is not None and not _belongs(entry, waiter.within):
             waiter.over = True
             return None
         if entry.stage is Stage.FAILED:
             raise self._failure(entry)
         if entry.batch is None:
             return None
-        line.entries.popleft()
-        line.waiters.popleft()
-        line.taken += 1
         self.delivered += 1
-        return entry.batch
+        if waiter.within is not None:
+            waiter.within.begun = True
+        return line.hand_over()
 
     def _failure(self, entry: Entry) -> PrefetchError:
         indices = entry.ticket.draw.indices.tolist()
@@ -223,43 +239,38 @@ class Pipeline:
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
-    def _answer(self, line: Line, goal: int) -> None:
+    def _answer(self, line: Line, waiter: Waiter) -> None:
         """The turn of a call in the history has come: draw what it calls for."""
-        line.goal = max(line.goal, goal)
-        self._fill(line)
+        line.answer(waiter)
+        if waiter.answered:
+            self._fill(line)
 
     def written(self) -> None:
         """The history went on: consumers that wait for data may have some now."""
-        for line in self._lines.values():
-            if line.waiters:
+        for line in list(self._lines.values()):
+            if line.starves:
                 self._fill(line)
 
-    def _redraw(self, line: Line) -> None:
-        """Draw again, in its turn, what calls before still call for."""
-        if line.wants_more:
-            self._gate.draw(functools.partial(self._fill, line))
-
     def _fill(self, line: Line) -> None:
-        sampler = self._source.sampler
         line.error = None
-        while self._unusable is None and line.wants_more:
-            position = len(line.entries)
-            waiter = line.waiters[position] if position < len(line.waiters) else None
-            if waiter is None and sampler.between_epochs:
-                break  # a pass begins when its first batch is asked for, not ahead of it
-            if waiter is not None and waiter.epoch is not None and waiter.epoch != sampler.epoch:
-                line.waiters.remove(waiter)
-                waiter.over = True
-                waiter.notify()
-                continue
-            if not self._source.drawable:
-                break
-            try:
+        try:
+            while self._unusable is None and line.wants_more and self._may_draw(line):
                 self._draw(line)
-            except Exception as error:
-                line.error = error
-                break
+        except Exception as error:
+            line.error = detached(error)
         line.notify()
+
+    def _may_draw(self, line: Line) -> bool:
+        sampler, waiter = self._source.sampler, line.next_waiter
+        if waiter is None:
+            # A pass begins when its first batch is asked for, not ahead of it.
+            return self._source.drawable and not sampler.between_epochs
+        if waiter.within is not None and waiter.within.number != sampler.epoch:
+            line.give_up(waiter)
+            waiter.over = True
+            waiter.notify()
+            return line.wants_more and self._may_draw(line)
+        return self._source.drawable
 
     def _draw(self, line: Line) -> None:
         draw = self._source.draw(line.batch_size)
@@ -297,8 +308,8 @@ class Pipeline:
         return entry.ticket.number
 
     def flush(self) -> int:
-        """Drop every ticket: how many. Consumers that wait get new ones."""
-        count = sum(len(line.drop()) for line in self._lines.values())
+        """Drop every ticket that no call waits for: how many."""
+        count = sum(line.drop() for line in self._lines.values())
         self._dropped(count)
         return count
 
@@ -324,7 +335,7 @@ class Pipeline:
         """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work."""
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
-        while self._unusable is None and self.in_flight:
+        while self._unusable is None and self.in_flight and not self._maker.stuck:
             if not await self._maker.step(None if deadline is None else max(0.0, deadline - loop.time())):
                 return
 
@@ -345,7 +356,7 @@ class Pipeline:
     def restore(self, tickets: Tickets) -> None:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
         for line in self._lines.values():
-            line.drop()
+            line.drop(spoken_for=True)
         self._maker.forget()
         self._number = tickets.number
         queues: dict[int, list[Entry]] = {}
@@ -410,7 +421,15 @@ class Pipeline:
             return f"{who} for batch {first.ticket.number}: {first.stage.value}"
         if not self._source.drawable:
             return f"{who} for data: {self._source.writer.size} of at least {self._source.min_size} items are stored"
-        return f"{who} for a draw, which is behind {self._gate.waiting_writers} write(s)"
+        return f"{who} for a draw, which is behind {self._gate.waiting_writers + self._gate.writing} write(s)"
+
+
+def _belongs(entry: Entry, within: Pass) -> bool:
+    """Whether a ticket belongs to a pass. One that has not begun may turn out to be an earlier one than expected."""
+    epoch = entry.ticket.draw.epoch
+    if not within.begun and epoch is not None and within.number is not None and epoch < within.number:
+        within.number = epoch  # a consumer that was to take the last batch before it has given up
+    return epoch == within.number
 
 
 _NOT_OPEN = "the buffer is not open: use `async with buffer:` or `await buffer.open()` first"

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asyncbuf.batch import Draw
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 
 if TYPE_CHECKING:
-    from asyncbuf.batch import Draw
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Placement, Writer
 
@@ -35,6 +35,7 @@ class Source:
         self.sampler = sampler
         self.generator = generator
         self.min_size = min_size
+        self._tells_sampler = type(sampler).written is not Sampler.written
         self._checks_draws = type(sampler) not in _TRUSTED
 
     @property
@@ -53,10 +54,16 @@ class Source:
 
     def commit(self, placement: Placement) -> torch.Tensor:
         """Make rows valid that were written: int64 ``[kept items]``, in the order of the items."""
+        before = self.writer.state_dict() if self._tells_sampler else None
         self.writer.commit(placement, self.storage.capacity)
         runs = [torch.arange(run.row, run.row + run.count) for run in placement.runs]
         indices = runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *runs])
-        self.sampler.written(indices, self.rows)
+        if before is not None:
+            try:
+                self.sampler.written(indices, self.rows)
+            except BaseException:
+                self.writer.load_state_dict(before)
+                raise
         return indices
 
     def draw(self, batch_size: int) -> Draw:
@@ -81,6 +88,8 @@ class Source:
         """
         where = torch.as_tensor(indices).detach().cpu().reshape(-1)
         value = torch.as_tensor(priority).detach().cpu().reshape(-1)
+        if where.numel() == 0 and value.numel() == 0:
+            return
         if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:
             raise TypeError(f"indices: expected integers, found {where.dtype}")
         if value.numel() == 1 and where.numel() != 1:
@@ -100,6 +109,8 @@ class Source:
 
 
 def _check(draw: Draw, size: int, name: str) -> None:
+    if not isinstance(draw, Draw):
+        raise TypeError(f"{name}.draw: expected a Draw, found {type(draw).__name__}")
     indices = draw.indices
     if not isinstance(indices, torch.Tensor) or indices.dtype is not torch.int64 or indices.ndim != 1:
         raise TypeError(f"{name}.draw: expected indices as an int64 tensor with one axis, found {indices!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from asyncbuf.errors import BufferClosedError
+from asyncbuf.line import Pass
 
 if TYPE_CHECKING:
     from asyncbuf.batch import Batch
@@ -17,14 +18,12 @@ class BatchStream:
     Several tasks may iterate over one stream; each batch goes to one of them.
 
     Attributes:
-        one_pass: whether it ends with a pass of the sampler.
-        epoch: number of that pass, once its first batch was asked for.
+        within: the pass of the sampler that it ends with; None if it is endless.
     """
 
     def __init__(self, buffer: ReplayBuffer, *, one_pass: bool) -> None:
         self._buffer = buffer
-        self.one_pass = one_pass
-        self.epoch: int | None = None
+        self.within = Pass() if one_pass else None
         self._over = False
 
     def __aiter__(self) -> Self:
@@ -48,6 +47,6 @@ class BatchStream:
                 raise
             batch = None
         if batch is None:
-            self._over = self.one_pass
+            self._over = self.within is not None
             raise StopAsyncIteration
         return batch

@@ -37,7 +37,10 @@ async def finish(future: Future[T], on_cancel: Callable[[], None] | None = None)
                     on_cancel()
     if not wrapped.cancelled():
         wrapped.exception()  # seen: the caller asks the thread's own future
-    return cancelled
+    try:
+        return cancelled
+    finally:
+        del cancelled  # the error holds this frame, which must not hold the error
 
 
 async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
@@ -54,8 +57,11 @@ async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callab
         cancelled = await finish(future, on_cancel)
     finally:
         pool.shutdown(wait=True)
-    if cancelled is not None:
-        raise cancelled
+    try:
+        if cancelled is not None:
+            raise cancelled
+    finally:
+        del cancelled
     return future.result()
 
 

@@ -32,13 +32,17 @@ class _Call:
 
     Attributes:
         function: takes the data, returns the data or an awaitable of it.
-        index: position among the transforms, from which its generator is seeded; -1 for the chain's own functions.
+        index: position among the transforms, from which its generator is seeded; -1 for others.
         seeded: whether it accepts ``generator``.
+        is_async: whether it is an async function, which must be called on the event loop.
+        is_foreign: whether it is the user's, and might change the containers that it gets.
     """
 
     function: Callable[..., Any]
-    index: int
-    seeded: bool
+    index: int = -1
+    seeded: bool = False
+    is_async: bool = False
+    is_foreign: bool = False
 
     def __call__(self, data: Any, seed: int) -> Any:
         if not self.seeded:
@@ -46,34 +50,12 @@ class _Call:
         return self.function(data, generator=torch.Generator().manual_seed(mixed_seed(seed, self.index)))
 
 
-class Step(NamedTuple):
-    """Functions that run without an ``await`` between them.
-
-    Attributes:
-        calls: the functions, in order; an async one is alone.
-        is_async: whether it is an async function.
-        copies: whether the containers are copied first, so that a failed attempt leaves no key behind for the next.
-    """
-
-    calls: tuple[_Call, ...]
-    is_async: bool
-    copies: bool
-
-    def run(self, data: Any, seed: int) -> Any:
-        """Apply the functions; the result may be an awaitable after the last one."""
-        if self.copies:
-            data = tree.copy_containers(data)
-        for call in self.calls:
-            data = call(data, seed)
-        return data
-
-
 class Progress(NamedTuple):
     """How far a ticket has come.
 
     Attributes:
-        step: the next step.
-        data: what it starts from.
+        step: the next function.
+        data: what it gets.
     """
 
     step: int
@@ -87,6 +69,7 @@ class Chain:
         collate: turns gathered rows into batched tensors; None where they are.
         transforms: sync or async functions of the data. One that accepts ``generator`` gets a ``torch.Generator``
             seeded from its ticket and its position. It should not change the tensors that it gets.
+        foreign_collate: whether ``collate`` is the user's.
         device: where the tensors go in the end; None leaves them.
         pin_memory: whether they are copied to page-locked memory first. Needs an accelerator; ignored, with a warning,
             where there is none, as in ``torch.utils.data.DataLoader``.
@@ -100,6 +83,7 @@ class Chain:
         collate: Callable[[Any], Any] | None,
         transforms: Sequence[Callable[..., Any]],
         *,
+        foreign_collate: bool = False,
         device: torch.device | str | None = None,
         pin_memory: bool = False,
     ) -> None:
@@ -109,11 +93,15 @@ class Chain:
         self.transforms = tuple(transforms)
         # A transform whose state may change must see the batches in order, whatever the threads do.
         self.ordered = any(self.states())
-        calls = [] if collate is None else [_Call(collate, -1, False)]
-        calls += [_Call(transform, i, _accepts_generator(transform)) for i, transform in enumerate(transforms)]
-        calls += _delivery(device, pin_memory)
-        self.steps = _grouped(calls)
-        self._seconds: float | None = None
+        calls = [] if collate is None else [_Call(collate, is_foreign=foreign_collate)]
+        calls += [
+            _Call(function, i, _accepts_generator(function), _is_async(function), is_foreign=True)
+            for i, function in enumerate(transforms)
+        ]
+        self.steps = tuple(calls + _delivery(device, pin_memory))
+        # Functions that are quick are not worth a thread, unless they do not finish what they began.
+        self._may_be_quick = not self.ordered and not any(step.is_async for step in self.steps)
+        self._seconds = 0.0
         self._runs = 0
 
     def states(self) -> list[Any]:
@@ -123,17 +111,17 @@ class Chain:
     @property
     def quick(self) -> bool:
         """Whether the chain runs so fast that a thread would cost more than it saves."""
-        if not self.steps:
-            return True
-        if self.ordered or any(step.is_async for step in self.steps):
-            return False
-        return self._runs >= 3 and self._seconds is not None and self._seconds < INLINE_SECONDS
+        return not self.steps or (self._may_be_quick and self._runs >= 3 and self._seconds < INLINE_SECONDS)
 
-    def run_here(self, data: Any, seed: int) -> Any:
-        """Run a quick chain on the event loop."""
-        for step in self.steps:
-            data = self._timed(step, data, seed)
-        return data
+    def run_here(self, data: Any, seed: int) -> Progress:
+        """Run a quick chain on the event loop. If it turns out not to be quick, it has not come to the end."""
+        if not self.steps:
+            return Progress(0, data)
+        progress = self._run_sync(Progress(0, data), seed)
+        if isinstance(progress.data, Awaitable):
+            _discard(progress.data)
+            return Progress(0, data)
+        return progress
 
     async def run(self, progress: Progress, seed: int, threads: Threads, keep: Callable[[Progress], None]) -> None:
         """Run what is left of the chain, sync functions in a thread.
@@ -142,31 +130,53 @@ class Chain:
             progress: where to start.
             seed: the seed of the ticket.
             threads: where sync functions run.
-            keep: is told how far the ticket has come, after each step, before anything else can happen.
+            keep: is told how far the ticket has come, before anything else can happen.
         """
         while progress.step < len(self.steps):
-            step, cancelled = self.steps[progress.step], None
-            if step.is_async:
-                data = await step.run(progress.data, seed)
+            cancelled = None
+            if self.steps[progress.step].is_async:
+                data = self._prepared(progress)
+                progress = Progress(progress.step + 1, await self.steps[progress.step](data, seed))
             else:
-                future = threads.transform(self._timed, step, progress.data, seed)
+                future = threads.transform(self._run_sync, progress, seed)
                 cancelled = await finish(future)
-                data = future.result()
-            if isinstance(data, Awaitable):
-                data = await data
-            progress = Progress(progress.step + 1, data)
-            keep(progress)
-            if cancelled is not None:
-                raise cancelled
+                progress = future.result()
+                if isinstance(progress.data, Awaitable) and cancelled is None:
+                    progress = Progress(progress.step, await progress.data)
+            if isinstance(progress.data, Awaitable):
+                _discard(progress.data)
+            else:
+                keep(progress)
+            try:
+                if cancelled is not None:
+                    raise cancelled
+            finally:
+                del cancelled
 
-    def _timed(self, step: Step, data: Any, seed: int) -> Any:
+    def _run_sync(self, progress: Progress, seed: int) -> Progress:
+        """Run functions up to the next async one, or to one that returns an awaitable."""
         start = time.perf_counter()
-        result = step.run(data, seed)
+        step, data = progress.step, self._prepared(progress)
+        while step < len(self.steps) and not self.steps[step].is_async:
+            data = self.steps[step](data, seed)
+            step += 1
+            if isinstance(data, Awaitable):
+                self._may_be_quick = False
+                break
         seconds = time.perf_counter() - start
         # The first run of a function is slow for reasons of its own.
-        self._seconds = seconds if self._seconds is None or self._runs < 2 else 0.8 * self._seconds + 0.2 * seconds
+        self._seconds = seconds if self._runs < 2 else 0.8 * self._seconds + 0.2 * seconds
         self._runs += 1
-        return result
+        return Progress(step, data)
+
+    def _prepared(self, progress: Progress) -> Any:
+        """The data in containers that may be changed: a second try must find the ones of the first as they were."""
+        return tree.copy_containers(progress.data) if self.steps[progress.step].is_foreign else progress.data
+
+
+def _discard(data: Any) -> None:
+    if inspect.iscoroutine(data):
+        data.close()
 
 
 def _state_of(transform: Callable[..., Any]) -> Any:
@@ -191,23 +201,12 @@ def _delivery(device: torch.device | str | None, pin_memory: bool) -> list[_Call
     if pin_memory and not torch.accelerator.is_available():
         warnings.warn("pin_memory: expected an accelerator, found none; memory is not pinned", stacklevel=4)
     elif pin_memory:
-        calls.append(_Call(lambda data: _each_tensor(torch.Tensor.pin_memory, data), -1, False))
+        calls.append(_Call(lambda data: _each_tensor(torch.Tensor.pin_memory, data)))
     if device is not None:
         target = torch.device(device)
-        calls.append(_Call(lambda data: _each_tensor(lambda t: t.to(target, non_blocking=pin_memory), data), -1, False))
+        calls.append(_Call(lambda data: _each_tensor(lambda t: t.to(target, non_blocking=pin_memory), data)))
     return calls
 
 
 def _each_tensor(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     return tree.map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
-
-
-def _grouped(calls: Sequence[_Call]) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    for call in calls:
-        is_async = _is_async(call.function)
-        if steps and not is_async and not steps[-1].is_async:
-            steps[-1] = steps[-1]._replace(calls=(*steps[-1].calls, call))
-        else:
-            steps.append(Step((call,), is_async, copies=call.index >= 0))
-    return tuple(steps)

@@ -48,8 +48,9 @@ class TensorStorage(Storage):
 
     def prepare(self, items: Any) -> Prepared:
         """Check items whose leaves have shape ``[items, *item]`` and the structure of those before."""
-        spec, leaves = self._taken_apart(items, batched=True)
-        paths = self._paths(spec)
+        known = self._rows  # looked at once: a thread may be laying out the first rows
+        spec, leaves = _taken_apart(known, items, batched=True)
+        paths = spec.paths() if known is None else [field.path for field in known.fields]
         count = -1
         for leaf, path in zip(leaves, paths, strict=True):
             shape = getattr(leaf, "shape", None)
@@ -63,61 +64,13 @@ class TensorStorage(Storage):
             count = shape[0]
         if count == 0:
             raise SchemaError("expected at least one item, found none")
-        return self._checked(spec, leaves, count, lambda bits: bits)
+        return _checked(known, spec, leaves, count, _as_batch)
 
     def prepare_one(self, item: Any) -> Prepared:
         """Check one item, whose leaves have no leading axis."""
-        spec, leaves = self._taken_apart(item, batched=False)
-        return self._checked(spec, leaves, 1, lambda bits: bits[None])
-
-    def _taken_apart(self, items: Any, *, batched: bool) -> tuple[tree.Spec, list[Any]]:
-        if self._rows is not None:
-            spec = self._rows.spec
-            return spec, tree.flatten_like(spec, items, batched=batched)
-        leaves, spec = tree.flatten(items, batched=batched)
-        if not leaves:
-            raise SchemaError(f"expected items with at least one leaf, found {spec}")
-        return spec, leaves
-
-    def _paths(self, spec: tree.Spec) -> Sequence[str]:
-        return spec.paths() if self._rows is None else [field.path for field in self._rows.fields]
-
-    def _checked(
-        self,
-        spec: tree.Spec,
-        leaves: list[Any],
-        count: int,
-        batched: Callable[[Any], np.ndarray[Any, Any]],
-    ) -> Prepared:
-        if self._rows is None:
-            return self._first(spec, leaves, count, batched)
-        arrays = []
-        for field, leaf in zip(self._rows.fields, leaves, strict=True):
-            array = batched(fit(field, *as_bits(leaf, field.path)))
-            if array.shape[1:] != field.shape:
-                raise SchemaError(
-                    f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
-                )
-            arrays.append(array)
-        return Prepared(count, count * self._rows.row_nbytes, (arrays, spec, self._rows.fields))
-
-    def _first(
-        self,
-        spec: tree.Spec,
-        leaves: list[Any],
-        count: int,
-        batched: Callable[[Any], np.ndarray[Any, Any]],
-    ) -> Prepared:
-        arrays, fields = [], []
-        for leaf, path in zip(leaves, spec.paths(), strict=True):
-            bits, dtype, guessed = as_bits(leaf, path)
-            if guessed and dtype is torch.uint64:
-                raise SchemaError(f"{path}: expected an integer of 64 bits, found {leaf}")
-            array = batched(fit(Field(path, dtype, ()), bits, dtype, guessed))
-            arrays.append(array)
-            fields.append(Field(path, dtype, array.shape[1:]))
-        nbytes = count * sum(field.nbytes for field in fields)
-        return Prepared(count, nbytes, (arrays, spec, tuple(fields)), first=True)
+        known = self._rows
+        spec, leaves = _taken_apart(known, item, batched=False)
+        return _checked(known, spec, leaves, 1, _as_item)
 
     def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
         """Copy prepared items into rows; the first ones decide how rows are laid out."""
@@ -203,3 +156,58 @@ class TensorStorage(Storage):
         if rows is not None or self._rows is None:
             self._rows = rows
         self._filled = count
+
+
+def _as_batch(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return bits
+
+
+def _as_item(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return bits[None]
+
+
+def _taken_apart(known: RowMemory | None, items: Any, *, batched: bool) -> tuple[tree.Spec, list[Any]]:
+    if known is not None:
+        return known.spec, tree.flatten_like(known.spec, items, batched=batched)
+    leaves, spec = tree.flatten(items, batched=batched)
+    if not leaves:
+        raise SchemaError(f"expected items with at least one leaf, found {spec}")
+    return spec, leaves
+
+
+def _checked(
+    known: RowMemory | None,
+    spec: tree.Spec,
+    leaves: list[Any],
+    count: int,
+    shaped: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+) -> Prepared:
+    if known is None:
+        return _first(spec, leaves, count, shaped)
+    arrays = []
+    for field, leaf in zip(known.fields, leaves, strict=True):
+        array = shaped(fit(field, *as_bits(leaf, field.path)))
+        if array.shape[1:] != field.shape:
+            raise SchemaError(
+                f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
+            )
+        arrays.append(array)
+    return Prepared(count, count * known.row_nbytes, (arrays, spec, known.fields))
+
+
+def _first(
+    spec: tree.Spec,
+    leaves: list[Any],
+    count: int,
+    shaped: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+) -> Prepared:
+    arrays, fields = [], []
+    for leaf, path in zip(leaves, spec.paths(), strict=True):
+        bits, dtype, guessed = as_bits(leaf, path)
+        if guessed and dtype is torch.uint64:
+            raise SchemaError(f"{path}: expected an integer of 64 bits, found {leaf}")
+        array = shaped(fit(Field(path, dtype, ()), bits, dtype, guessed))
+        arrays.append(array)
+        fields.append(Field(path, dtype, array.shape[1:]))
+    nbytes = count * sum(field.nbytes for field in fields)
+    return Prepared(count, nbytes, (arrays, spec, tuple(fields)), first=True)
