@@ -2,6 +2,7 @@
 
 from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
+from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
 from asyncbuf.checkpoint.codec import register_codec, register_type
 from asyncbuf.errors import (
     AsyncBufError,
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointVersionError",
+    "Checkpointer",
     "Container",
     "Draw",
     "ListStorage",
@@ -46,6 +48,7 @@ __all__ = [
     "Prepared",
     "RandomSampler",
     "ReplayBuffer",
+    "RestoredCheckpoint",
     "RoundRobinWriter",
     "Rows",
     "Run",

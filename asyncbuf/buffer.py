@@ -209,9 +209,11 @@ class ReplayBuffer(Persistent):
             found = "no running event loop" if running is None else f"{running!r}"
             raise WrongLoopError(f"expected the event loop that opened the buffer, {self._loop!r}; found {found}")
 
-    async def _turn(self) -> None:
+    async def _turn(self, *, within_frozen: bool = False) -> None:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
         self._check_loop()
+        if not within_frozen:
+            self._check_not_frozen()
         await asyncio.sleep(0)
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -243,7 +245,6 @@ class ReplayBuffer(Persistent):
 
     async def _write(self, prepare: Callable[[], Prepared]) -> torch.Tensor:
         await self._turn()
-        self._check_not_frozen()
         self._check_writable()
         prepared = prepare()
         if prepared.nbytes <= INLINE_BYTES:
@@ -339,7 +340,6 @@ class ReplayBuffer(Persistent):
             WrongLoopError: the buffer belongs to another event loop.
         """
         await self._turn()
-        self._check_not_frozen()
         batch = await self._pipeline.take(self._line(batch_size))
         assert batch is not None  # only a call for a certain pass gets none
         return batch
@@ -373,7 +373,6 @@ class ReplayBuffer(Persistent):
     async def next_of(self, stream: BatchStream) -> Batch | None:
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
         await self._turn()
-        self._check_not_frozen()
         return await self._pipeline.take(self._line(None), stream.within)
 
     @property

@@ -75,7 +75,7 @@ class Maker:
     def halt(self) -> None:
         """Nothing will be settled any more: whoever waits for it goes on."""
         self._halted = True
-        self._went_on()
+        self.went_on()
 
     async def close(self) -> None:
         """Wait for the threads and end them; the workers have ended before."""
@@ -184,7 +184,7 @@ class Maker:
             if self._chain.ordered:
                 self._order_busy = False
                 self.next_in_order()
-                self._went_on()
+                self.went_on()
 
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
@@ -215,7 +215,7 @@ class Maker:
     def _settled(self, entry: Entry) -> None:
         if self._chain.ordered:
             self.next_in_order()
-        self._went_on()
+        self.went_on()
         report = self._report()
         if report is not None and not entry.dropped:
             report(entry)
@@ -225,9 +225,15 @@ class Maker:
         """Whether nothing will be settled before a failed ticket is tried again or dropped."""
         return bool(self._order) and self._order[0].stage is Stage.FAILED and not self._order_busy
 
+    @property
+    def changes_state(self) -> bool:
+        """Whether a stateful transform is at work."""
+        return self._order_busy and not self._halted
+
     # -- standing still -----------------------------------------------------------------------------------------------
 
-    def _went_on(self) -> None:
+    def went_on(self) -> None:
+        """Whoever waits for something to be settled looks again."""
         if self._step is not None and not self._step.done():
             self._step.set_result(None)
 

@@ -34,7 +34,7 @@ class Persistent:
     _state: str
     _frozen_by: asyncio.Task[Any] | None
 
-    async def _turn(self) -> None:
+    async def _turn(self, *, within_frozen: bool = False) -> None:
         raise NotImplementedError
 
     async def snapshot(self, timeout: float | None = None) -> Snapshot:
@@ -51,9 +51,9 @@ class Persistent:
             TimeoutError: a write or a gather did not end in time.
             CheckpointError: something in the buffer cannot be saved; the message says where.
         """
-        await self._turn()
-        if self._frozen_by is asyncio.current_task():
-            return self._capture()()
+        await self._turn(within_frozen=True)
+        if self._frozen_by is not None and self._frozen_by is asyncio.current_task():
+            return await in_thread(self._capture())
         async with asyncio.timeout(timeout):
             async with self._pipeline.holding():
                 await self._pipeline.settle(None if timeout is None else 0.8 * timeout)
@@ -68,8 +68,7 @@ class Persistent:
         """``async with buffer.frozen():`` stands still: nothing is written, drawn or handed over meanwhile.
 
         For whatever must happen at one point of the history together with the buffer, such as ``pickle.dumps(buffer)``.
-        ``snapshot``, ``state_dict`` and ``save`` may be awaited within; ``extend`` and ``sample`` would wait for ever
-        and raise.
+        ``snapshot``, ``state_dict`` and ``save`` may be awaited within; other calls would wait for ever and raise.
 
         Args:
             timeout: seconds to wait for batches that are being prepared, as in ``snapshot``.
@@ -179,4 +178,4 @@ class Persistent:
 
     def _check_not_frozen(self) -> None:
         if self._frozen_by is not None and self._frozen_by is asyncio.current_task():
-            raise AsyncBufError("expected no write and no sample within frozen(), which they would wait for; found one")
+            raise AsyncBufError("expected no call that would wait for the end of frozen(), within frozen(); found one")

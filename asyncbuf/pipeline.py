@@ -63,7 +63,7 @@ class Pipeline:
         self._background: Background | None = None
         self._unusable: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
         self._maker = Maker(source.storage, chain, gate, workers, self._settled)
-        self._delivery = asyncio.Lock()
+        self._delivery: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._holding = False
         self.finished = False
         self.delivered = self.dropped = self.retries = self.peak_queued = 0
@@ -316,6 +316,7 @@ class Pipeline:
     def _dropped(self, count: int) -> None:
         self.dropped += count
         self._maker.next_in_order()
+        self._maker.went_on()
         self._gate.draw(self.written)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
@@ -323,7 +324,10 @@ class Pipeline:
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
         """Hand nothing over meanwhile. Consumers may still ask, and the tickets that they call for are drawn."""
-        async with self._delivery:
+        loop = asyncio.get_running_loop()
+        if self._delivery is None or self._delivery[0] is not loop:
+            self._delivery = (loop, asyncio.Lock())  # a lock belongs to one loop, a buffer that is not open to none
+        async with self._delivery[1]:
             self._holding = True
             try:
                 yield
@@ -340,7 +344,13 @@ class Pipeline:
                 return
 
     def capture(self) -> Tickets:
-        """The tickets that nobody has taken, in order, each as far as it is."""
+        """The tickets that nobody has taken, in order, each as far as it is.
+
+        Raises:
+            TimeoutError: a stateful transform is at work, so that its state is neither that before nor that after.
+        """
+        if self._maker.changes_state:
+            raise TimeoutError("snapshot: expected stateful transforms to have ended in time, found one at work")
         main = None if self._batch_size is None else self._lines[self._batch_size]
         return Tickets(
             self._number,

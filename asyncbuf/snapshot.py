@@ -260,7 +260,10 @@ class Plan:
         self.tickets = Tickets(0, config.depth, 0, [])
         if "prefetch" in state:
             steps = len(chain.steps)
-            self.tickets = Tickets.from_plain(state["prefetch"], config.depth, steps=steps, elastic=elastic)
+            self.tickets = Tickets.from_plain(
+                state["prefetch"], config.depth, steps=steps, rows=capacity, elastic=elastic
+            )
+        self._rows = source.storage.rows_in(meta)
         self._make_rows_live = source.storage.thaw(meta, snapshot._storage.chunks())
 
     def adopt(self) -> None:
@@ -276,10 +279,12 @@ class Plan:
         try:
             for component, saved in pairs:
                 component.load_state_dict(saved)
-            if source.writer.size > source.storage.capacity:
+            there_are = source.storage.capacity if self._rows is None else self._rows
+            if source.writer.size > there_are:
                 raise CheckpointCorruptError(
-                    f"writer: expected at most {source.storage.capacity} rows, found {source.writer.size}"
+                    f"writer: expected a size of at most {there_are}, the rows in storage, found {source.writer.size}"
                 )
+            source.sampler.verify(source.rows)
             self._make_rows_live()
         except BaseException:
             for component, old in before:
@@ -293,6 +298,7 @@ def _kinds(source: Source, chain: Chain) -> dict[str, Any]:
         "storage": type(source.storage).__name__,
         "writer": type(source.writer).__name__,
         "sampler": type(source.sampler).__name__,
+        "transforms": len(chain.transforms),
         "stateful_transforms": [i for i, state in enumerate(chain.states()) if state is not None],
     }
 

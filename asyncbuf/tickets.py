@@ -86,27 +86,35 @@ class SavedTicket:
         return replace(self, data=map_leaves(clone, self.data))
 
     @classmethod
-    def from_plain(cls, plain: Any) -> Self:
-        """The way back.
+    def from_plain(cls, plain: Any, rows: int) -> Self:
+        """The way back, into a storage with so many rows.
 
         Raises:
             CheckpointCorruptError: it is no ticket.
         """
         what = "prefetch queue"
-        kinds: dict[str, type] = {"number": int, "seed": int, "batch_size": int, "main": bool, "last": bool}
-        rest = {"epoch", "step", "content"}
-        known = {key: value for key, value in plain.items() if key not in rest} if isinstance(plain, dict) else plain
-        number, seed, batch_size, is_main, last = fields(known, what, **kinds)
-        content = decode(plain.get("content"), f"batch {number}")
+        keys = {"number", "seed", "batch_size", "main", "epoch", "last", "step", "content"}
+        if not isinstance(plain, dict) or plain.keys() != keys:
+            found = sorted(map(str, plain)) if isinstance(plain, dict) else plain
+            raise CheckpointCorruptError(f"{what}: expected a ticket of {sorted(keys)}, found {found!r} in the list")
+        known = {key: value for key, value in plain.items() if key not in ("epoch", "step", "content")}
+        number, seed, batch_size, is_main, last = fields(
+            known, what, number=int, seed=int, batch_size=int, main=bool, last=bool
+        )
+        content = decode(plain["content"], f"batch {number}")
         if not isinstance(content, dict) or content.keys() != {"indices", "info", "data"}:
             raise CheckpointCorruptError(f"{what}: expected the content of batch {number}, found {content!r}")
-        indices, epoch, step = content["indices"], plain.get("epoch"), plain.get("step")
+        indices, info, epoch, step = content["indices"], content["info"], plain["epoch"], plain["step"]
         if not isinstance(indices, torch.Tensor) or indices.dtype is not torch.int64 or indices.ndim != 1:
             raise CheckpointCorruptError(f"{what}: expected int64 indices of batch {number}, found {indices!r}")
-        for name, value in (("epoch", epoch), ("step", step)):
-            if value is not None and (type(value) is not int or value < -1):
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
+            raise CheckpointCorruptError(f"{what}: expected indices of rows 0 to {rows - 1}, found {indices.tolist()}")
+        if not isinstance(info, dict) or seed >= 2**63:
+            raise CheckpointCorruptError(f"{what}: expected an info dict, a seed of 63 bits; found {info!r}, {seed}")
+        for name, value, least in (("epoch", epoch, 0), ("step", step, -1)):
+            if value is not None and (type(value) is not int or value < least):
                 raise CheckpointCorruptError(f"{what}: expected {name} of batch {number} as a number, found {value!r}")
-        draw = Draw(indices, content["info"], epoch, last)
+        draw = Draw(indices, info, epoch, last)
         return cls(Ticket(number, draw, seed), batch_size, is_main, step, content["data"])
 
 
@@ -142,13 +150,14 @@ class Tickets:
         return replace(self, queue=[ticket.cloned() for ticket in self.queue])
 
     @classmethod
-    def from_plain(cls, plain: Any, depth: int, *, steps: int, elastic: bool) -> Self:
+    def from_plain(cls, plain: Any, depth: int, *, steps: int, rows: int, elastic: bool) -> Self:
         """The way back, checked from the outside in.
 
         Args:
             plain: the payload.
             depth: the prefetch depth of the buffer.
             steps: number of steps of its transforms.
+            rows: number of rows of its storage.
             elastic: whether another depth is accepted.
 
         Raises:
@@ -168,12 +177,15 @@ class Tickets:
         queue = plain.get("queue")
         if not isinstance(queue, list):
             raise CheckpointCorruptError(f"{what}: expected the queue as a list, found {type(queue).__name__}")
-        tickets = [SavedTicket.from_plain(entry) for entry in queue]
+        tickets = [SavedTicket.from_plain(entry, rows) for entry in queue]
         main = sum(ticket.is_main for ticket in tickets)
         if main > capacity + waiting:
             raise CheckpointCorruptError(
                 f"{what}: expected at most {capacity} batches and {waiting} for waiting consumers, found {main}"
             )
+        for ticket in tickets:
+            if ticket.ticket.number >= number:
+                raise CheckpointCorruptError(f"{what}: expected a number below {number}, found {ticket.ticket.number}")
         if any(ticket.step is not None and ticket.step > steps for ticket in tickets):
             raise CheckpointMismatchError(f"{what}: expected at most {steps} steps of transforms, found more")
         return cls(number, capacity, waiting, tickets)

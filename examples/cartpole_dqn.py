@@ -5,7 +5,8 @@ What it shows:
 - each environment is a coroutine that awaits `buffer.extend(...)`;
 - the learner is a coroutine that takes `async for batch in buffer`, from batches made ready ahead of time;
 - a condition variable keeps one update to a fixed number of environment steps, so that neither side starves the other;
-- a truncated step is stored as not terminated, with its true next observation, so that it still bootstraps.
+- a truncated step is stored as not terminated, with its true next observation, so that it still bootstraps;
+- the whole run can be saved while it goes on (`--checkpoint DIR --every N`) and taken up again (`--resume`).
 
 Run it (about a minute on two CPU cores)::
 
@@ -23,7 +24,7 @@ import copy
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -32,7 +33,7 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from asyncbuf import RandomSampler, ReplayBuffer, TensorStorage
+from asyncbuf import Checkpointer, RandomSampler, ReplayBuffer, TensorStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,9 @@ class Config:
     eval_episodes: int
     output: Path
     progress: bool
+    checkpoint: Path | None
+    every: int
+    resume: bool
 
     capacity: int = 100_000
     steps_per_update: int = 1
@@ -66,6 +70,7 @@ class Config:
     polyak: float = 0.005
     max_grad_norm: float = 10.0
     final_epsilon: float = 0.05
+    solved_return: float = 490.0
 
     @property
     def warmup(self) -> int:
@@ -172,6 +177,40 @@ class Run:
     best_return: float = float("-inf")
     best: nn.Module = field(default_factory=nn.Identity)
 
+    def __post_init__(self) -> None:
+        self.best = copy.deepcopy(self.agent.target)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last three evaluations were all good."""
+        recent = [mean for _, mean in self.evaluations[-3:]]
+        return len(recent) == 3 and min(recent) >= self.config.solved_return
+
+    def parts(self, buffer: ReplayBuffer) -> dict[str, Any]:
+        """What a checkpoint is made of, beside the plain values."""
+        agent = self.agent
+        modules = {"online": agent.online, "target": agent.target, "best": self.best}
+        return {"buffer": buffer, "optimizer": agent.optimizer, **modules}
+
+    def values(self) -> dict[str, Any]:
+        """The plain values of a checkpoint."""
+        return {
+            "steps": self.pace.steps,
+            "updates": self.pace.updates,
+            "episodes": self.episodes,
+            "evaluations": self.evaluations,
+            "best_return": self.best_return,
+            "exploration": self.agent.rng.bit_generator.state,
+        }
+
+    async def resume(self, checkpointer: Checkpointer, buffer: ReplayBuffer) -> None:
+        """Goes on from the newest checkpoint. Only the environments start new episodes."""
+        values = (await checkpointer.restore(**self.parts(buffer))).values["values"]
+        self.pace.steps, self.pace.updates = values["steps"], values["updates"]
+        self.episodes, self.evaluations = values["episodes"], values["evaluations"]
+        self.best_return = values["best_return"]
+        self.agent.rng.bit_generator.state = values["exploration"]
+
 
 def evaluate(network: nn.Module, episodes: int, seed: int) -> NDArray[np.float64]:
     """Plays greedy episodes side by side, one per environment; their returns `[episodes]`."""
@@ -216,7 +255,7 @@ async def collect(run: Run, buffer: ReplayBuffer, index: int) -> None:
     env.close()
 
 
-async def learn(run: Run, buffer: ReplayBuffer, report: Callable[[], None]) -> None:
+async def learn(run: Run, buffer: ReplayBuffer, checkpointer: Checkpointer | None, report: Callable[[], None]) -> None:
     """Updates the agent batch by batch, and now and then plays greedy episodes to keep the best network."""
     config, pace = run.config, run.pace
     async for batch in buffer:
@@ -226,13 +265,15 @@ async def learn(run: Run, buffer: ReplayBuffer, report: Callable[[], None]) -> N
             report()
         if pace.updates % max(1, config.updates // 40) == 0 or pace.updates == config.updates:
             # In a thread, because it is long. The network stands still meanwhile: only this coroutine changes it.
-            returns = await asyncio.to_thread(
-                evaluate, run.agent.target, config.eval_episodes, config.seed_for(2)
-            )
+            returns = await asyncio.to_thread(evaluate, run.agent.target, config.eval_episodes, config.seed_for(2))
             run.evaluations.append((pace.steps, float(returns.mean())))
             if returns.mean() >= run.best_return:
-                run.best_return, run.best = float(returns.mean()), copy.deepcopy(run.agent.target)
-        if pace.updates == config.updates:
+                run.best_return = float(returns.mean())
+                run.best.load_state_dict(run.agent.target.state_dict())
+        if checkpointer is not None and pace.updates % config.every == 0:
+            # Between two updates, so that weights, optimizer and buffer belong together. Collectors go on meanwhile.
+            await checkpointer.save(pace.updates, values=run.values(), **run.parts(buffer))
+        if pace.updates == config.updates or run.solved:
             return
 
 
@@ -262,20 +303,24 @@ async def train(config: Config, progress: Progress) -> Run:
             queued=buffer.stats().queued,
         )
 
+    checkpointer = None if config.checkpoint is None else Checkpointer(config.checkpoint)
+    if checkpointer is not None and config.resume and checkpointer.latest() is not None:
+        await run.resume(checkpointer, buffer)
     async with buffer, asyncio.TaskGroup() as tasks:
-        for index in range(config.envs):
-            tasks.create_task(collect(run, buffer, index), name=f"collect-{index}")
-        tasks.create_task(learn(run, buffer, report), name="learn")
+        collectors = [tasks.create_task(collect(run, buffer, index)) for index in range(config.envs)]
+        await learn(run, buffer, checkpointer, report)
+        for collector in collectors:
+            collector.cancel()
+    report()
     return run
 
 
 def plot(run: Run, path: Path) -> None:
-    """Saves the learning curve: training episodes, their running mean, and the greedy evaluations."""
+    """Saves the learning curve: training episodes, and greedy evaluations."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="environment steps", ylabel="episode return", title=ENV_ID)
-    steps, returns = zip(*run.episodes, strict=True)
-    axes.plot(steps, returns, ".", markersize=3, alpha=0.4, label="training episodes")
-    axes.plot(*zip(*run.evaluations, strict=True), "o-", markersize=4, label="greedy evaluation (mean)")
+    axes.plot(*np.array(run.episodes).T, ".", markersize=3, alpha=0.4, label="training episodes")
+    axes.plot(*np.array(run.evaluations).T, "o-", markersize=4, label="greedy evaluation (mean)")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -301,6 +346,9 @@ def parse_arguments() -> Config:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--eval-episodes", type=int, default=20)
     parser.add_argument("--output", type=Path, default=Path())
+    parser.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the whole run")
+    parser.add_argument("--every", type=int, default=5_000, help="updates between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     return Config(**vars(parser.parse_args()))
 
@@ -309,14 +357,21 @@ def main() -> None:
     config = parse_arguments()
     torch.set_num_threads(1)
     started = time.perf_counter()
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, disable=not config.progress) as progress, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    numbers = "{task.fields[rate]:.0f} steps/s, return {task.fields[episode]:.0f}, {task.fields[queued]} batches queued"
+    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn(numbers)]
+    with (
+        Progress(*columns, disable=not config.progress) as progress,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+    ):
         run = runner.run(train(config, progress))
     returns = evaluate(run.best, config.eval_episodes, config.seed_for(4))
     seconds = time.perf_counter() - started
     path = config.output / "cartpole_dqn.png"
     plot(run, path)
-    print(f"seed {config.seed}: mean return {returns.mean():.1f} over {config.eval_episodes} episodes, {config.steps} steps in {seconds:.1f} s ({config.steps / seconds:.0f} steps/s), curve: {path}")
+    print(
+        f"seed {config.seed}: mean return {returns.mean():.1f} over {config.eval_episodes} episodes, "
+        f"{run.pace.steps} steps in {seconds:.1f} s ({run.pace.steps / seconds:.0f} steps/s), curve: {path}"
+    )
 
 
 if __name__ == "__main__":

@@ -459,6 +459,15 @@ async def test_a_size_larger_than_what_is_left_of_a_pass() -> None:
         assert (await within(buffer.sample())).epoch == 0
 
 
+async def test_another_size_does_not_stop_the_calls_of_the_buffers_own_size() -> None:
+    buffer = make(sampler=SamplerWithoutReplacement(drop_last=True))
+    async with buffer:
+        await buffer.extend(rows(10))
+        assert [len(await buffer.sample(size)) for size in (4, 3)] == [4, 3]
+        # Three rows are left of the pass: fewer than a batch, so drop_last leaves them out.
+        assert (await within(buffer.sample())).epoch == 1
+
+
 async def test_a_short_last_batch() -> None:
     buffer = make(sampler=SamplerWithoutReplacement(), prefetch=2)
     async with buffer:

@@ -253,6 +253,17 @@ async def test_more_consumers_than_batches() -> None:
         assert await collect(buffer.epoch()) == list(range(6))
 
 
+async def test_a_crowd_that_waits_for_the_first_items() -> None:
+    buffer = make(prefetch=2)
+    async with buffer, Crew() as crew:
+        stream = buffer.epoch()
+        tasks = [crew.start(collect(stream)) for _ in range(1500)]
+        await turns()
+        await buffer.extend(rows(8))
+        found = await outcomes(*tasks)
+        assert sorted(number for numbers_found in found for number in numbers_found) == list(range(8))
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 async def test_a_stream_and_plain_calls_side_by_side(depth: int) -> None:
     buffer = make(prefetch=depth, workers=2, transform=slow)

@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # "{output}" stands for a folder of the test's own.
 ARGUMENTS = {
+    "exact_resume.py": "--steps 60 --kills 1 --directory {output}",
     "cartpole_dqn.py": "--steps 300 --eval-episodes 2 --no-progress --output {output}",
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -362,6 +364,31 @@ async def test_a_write_that_fails_holds_nobody_up(threads: bool) -> None:
         await within(buffer.sample())
 
 
+async def test_a_failure_of_another_size_does_not_stop_the_others() -> None:
+    class Stateful:
+        """Fails once, with a batch of another size."""
+
+        failures = 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"failures": self.failures}
+
+        def __call__(self, data: Any) -> Any:
+            if len(data["number"]) == 3 and self.failures:
+                self.failures -= 1
+                raise ValueError("once")
+            return data
+
+    buffer = in_order(Stateful())
+    await buffer.extend(rows(80))
+    async with buffer:
+        assert (await buffer.sample()).number == 0
+        with pytest.raises(PrefetchError):
+            await buffer.sample(3)
+        # The caller has lost interest in batches of three.
+        assert (await within(buffer.sample(), AT_ONCE)).number == 2
+
+
 # -- transforms that hang or are cancelled ----------------------------------------------------------------------------
 
 
@@ -628,6 +655,24 @@ async def test_a_sampler_that_fails_when_told_of_a_write() -> None:
         assert len(await within(waiting)) == 4
 
 
+async def test_a_refused_write_leaves_the_rows_of_a_full_ring() -> None:
+    class Deaf(SamplerWithoutReplacement):
+        fails = False
+
+        def written(self, indices: torch.Tensor, rows: Rows) -> None:
+            if self.fails:
+                raise LookupError("deaf")
+
+    sampler = Deaf(shuffle=False)
+    buffer = ReplayBuffer(TensorStorage(10), sampler=sampler, batch_size=10)
+    async with buffer:
+        await buffer.extend(rows(10))
+        sampler.fails = True
+        with pytest.raises(LookupError, match="deaf"):
+            await buffer.extend(rows(3, 100))
+        assert numbers(await buffer.sample()) == list(range(10))
+
+
 class Interrupt(BaseException):
     """Something that is no Exception, as KeyboardInterrupt is."""
 
@@ -640,6 +685,51 @@ async def test_an_interrupt_within_a_draw_leaves_nobody_in_the_line() -> None:
             await buffer.sample()
         assert buffer.stats().waiting_consumers == 0
         assert (await within(buffer.sample(), AT_ONCE)).number == 0
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
+async def test_an_interrupt_within_a_gather_leaves_nobody_waiting_for_ever(threads: bool) -> None:
+    class Interrupted(ThreadedStorage):
+        interrupts = 1
+
+        def gather_nbytes(self, count: int) -> int:
+            return 1 << 30 if threads else 0
+
+        def gather(self, indices: torch.Tensor) -> Any:
+            if self.interrupts:
+                self.interrupts -= 1
+                raise Interrupt
+            return super().gather(indices)
+
+    buffer = ReplayBuffer(Interrupted(80), batch_size=4)
+    await buffer.extend(rows(80))
+    await check_told_of_the_interrupt(buffer)
+
+
+async def test_an_interrupt_within_a_quick_transform_leaves_nobody_waiting_for_ever() -> None:
+    calls = 0
+
+    def transform(data: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise Interrupt
+        return data
+
+    buffer = in_order(transform)
+    await buffer.extend(rows(80))
+    await check_told_of_the_interrupt(buffer, before=8)
+
+
+async def check_told_of_the_interrupt(buffer: ReplayBuffer, before: int = 0) -> None:
+    """In one way or another: by the interrupt itself, as a failed batch, or because the buffer has failed."""
+    async with buffer:
+        await take(buffer, before)
+        with pytest.raises((Interrupt, PrefetchError, BufferFailedError)):
+            await within(buffer.sample(), AT_ONCE)
+        # And then a batch, or the reason why there is none; but not silence.
+        with contextlib.suppress(Interrupt, PrefetchError, BufferFailedError):
+            assert (await within(buffer.sample(), AT_ONCE)).number == before
 
 
 # -- the background work ends -----------------------------------------------------------------------------------------
@@ -997,6 +1087,112 @@ async def test_waiting_takes_no_processor_time() -> None:
         await within(buffer.aclose())
         await outcomes(*waiting)
     assert used < 0.05
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_closing_while_a_gather_that_is_tried_again_waits_for_a_write(steps: int) -> None:
+    class Unreadable(ThreadedStorage):
+        failures = 1
+
+        def gather(self, indices: torch.Tensor) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise OSError("gather")
+            return super().gather(indices)
+
+    stop, storage = Stop(), Unreadable(80)
+    buffer = ReplayBuffer(storage, batch_size=4)
+    async with Crew() as crew:
+        await buffer.open()
+        await buffer.extend(rows(80))
+        with pytest.raises(PrefetchError):
+            await buffer.sample()
+        storage.on_write = stop
+        write = crew.start(buffer.extend(rows(1)))
+        await stop.come.reached()
+        again = crew.start(buffer.sample())
+        await turns()
+        close = crew.start(buffer.aclose())
+        await turns(steps)
+        stop.go.set()
+        await outcomes(write, again, close)
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncbuf")]
+        async with buffer:
+            await within(buffer.extend(rows(1)), AT_ONCE)
+            assert [(await within(buffer.sample(), AT_ONCE)).number for _ in range(3)] == [0, 1, 2]
+        assert not left
+
+
+async def check_storm(seed: int, *, gathers_fail: bool) -> None:
+    """Calls of every kind, at every moment of opening and closing: in the end everything works, and nothing is lost."""
+    choose = random.Random(seed)
+
+    class Unreliable(ThreadedStorage):
+        def gather(self, indices: torch.Tensor) -> Any:
+            if gathers_fail and choose.random() < 0.3:
+                raise OSError("gather")
+            return super().gather(indices)
+
+    def sync(data: Any) -> Any:
+        if choose.random() < 0.2:
+            raise LookupError("transform")
+        return data
+
+    async def coroutine(data: Any) -> Any:
+        await asyncio.sleep(0)
+        return sync(data)
+
+    storage = Unreliable(50) if choose.random() < 0.7 else TensorStorage(50)
+    buffer = ReplayBuffer(
+        storage,
+        sampler=SamplerWithoutReplacement(),
+        batch_size=4,
+        prefetch=choose.choice((0, 2)),
+        workers=choose.choice((1, 2)),
+        transform=choose.choice(([], [sync], [coroutine], [sync, coroutine, sync])),
+    )
+    received: list[int] = []
+
+    async def write() -> None:
+        with contextlib.suppress(BufferClosedError):
+            await buffer.extend(rows(2))
+
+    async def read() -> None:
+        with contextlib.suppress(BufferClosedError, PrefetchError):
+            received.append((await buffer.sample()).number)
+
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    await buffer.extend(rows(50))
+    async with Crew() as crew:
+        for _ in range(10):
+            await buffer.open()
+            tasks = [crew.start(choose.choice((write, read, read))()) for _ in range(choose.randrange(1, 7))]
+            await turns(choose.randrange(8))
+            if choose.random() < 0.3:
+                await asyncio.sleep(0.001)
+            if choose.random() < 0.5:
+                for task in choose.sample(tasks, len(tasks) // 2):
+                    task.cancel()
+            await within(buffer.aclose(), AT_ONCE)
+            assert not background_tasks()
+            if choose.random() < 0.5:
+                await outcomes(*tasks, seconds=AT_ONCE)
+        async with buffer:
+            await within(buffer.extend(rows(1)), AT_ONCE)
+            for _ in range(5):
+                count = len(received)
+                while len(received) == count:
+                    await within(read(), AT_ONCE)
+    assert received == list(range(len(received)))
+    assert not problems
+
+
+@pytest.mark.parametrize("gathers_fail", [False, True], ids=["transforms fail", "gathers fail"])
+@pytest.mark.parametrize("seeds", [15, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+async def test_opening_and_closing_at_any_moment(seeds: int, gathers_fail: bool) -> None:
+    for seed in range(seeds):
+        await check_storm(seed, gathers_fail=gathers_fail)
 
 
 # -- the event loop ends ----------------------------------------------------------------------------------------------

@@ -160,6 +160,23 @@ async def async_transform_that_raises(make: Maker) -> None:
                 await buffer.sample()
 
 
+async def transform_that_raises_a_group(make: Maker) -> None:
+    async def fail() -> None:
+        raise ValueError
+
+    async def transform(data: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            raise LookupError
+
+    buffer = make(transform=transform, prefetch=2)
+    await buffer.extend(rows(50))
+    async with buffer:
+        for _ in range(3):
+            with contextlib.suppress(PrefetchError):
+                await buffer.sample()
+
+
 async def quick_transform_that_raises(make: Maker) -> None:
     calls = 0
 
@@ -334,6 +351,7 @@ SCENARIOS = [
     with_a_state,
     transform_that_raises,
     async_transform_that_raises,
+    transform_that_raises_a_group,
     quick_transform_that_raises,
     gather_that_raises,
     large_gather_that_raises,

@@ -7,6 +7,7 @@ stands in plain data is ever imported, or looked up anywhere but in the table of
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import re
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _DTYPE = re.compile(r"[<>|=]?(?:[biufcSU?]\d*|[mM]8(?:\[\d*[a-zA-Zμ]+\])?)")
 _HINT = "asyncbuf.register_type and asyncbuf.register_codec make types known"
+_DEPTH = 100
+_INT_BITS = 8192
 _ATOMS = (type(None), bool, int, float, str)
 
 
@@ -89,7 +92,9 @@ def register_type(cls: type[T], *, name: str = "") -> type[T]:
         ValueError: the name is taken by another type.
     """
     make: Any = cls
-    if issubclass(cls, enum.Enum):
+    if issubclass(cls, enum.Flag):
+        register_codec(cls, lambda value: value.value, make, name=name)  # a combination of members has no name
+    elif issubclass(cls, enum.Enum):
         register_codec(cls, lambda value: value.name, lambda plain: make[plain], name=name)
     elif dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls) if field.init]
@@ -128,11 +133,15 @@ class _Encoder:
 
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
+        if kind is int and value.bit_length() > _INT_BITS:
+            raise CheckpointError(
+                f"{path or 'the value'}: expected an int of at most {_INT_BITS} bits, found a larger one"
+            )
         if kind in _ATOMS:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if isinstance(value, np.ndarray):
+        if type(value) is np.ndarray:
             return {
                 "$ndarray": self._array(value, path),
                 "dtype": value.dtype.str,
@@ -149,6 +158,8 @@ class _Encoder:
             return {"$complex": [value.real, value.imag]}
         if kind is torch.dtype or kind is torch.device:
             return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+        if len(self._open) >= _DEPTH:
+            raise CheckpointError(f"{path[:80] or 'the value'}: expected at most {_DEPTH} levels, found more")
         if id(value) in self._open:
             raise CheckpointError(f"{path or 'the value'}: expected a tree, found a container that contains itself")
         self._open.add(id(value))
@@ -168,7 +179,7 @@ class _Encoder:
                 "$type": codec.name,
                 "value": self.encode(codec.encode(value), path),
             }
-        if isinstance(value, dict):
+        if kind is dict or kind is collections.OrderedDict:
             if all(type(key) is str and not key.startswith("$") for key in value):
                 return {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}
             pairs = value.items()
@@ -386,7 +397,11 @@ def join(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if not isinstance(name, str) or name not in tensors:
         raise CheckpointCorruptError(f"expected a tensor named {name!r}, found {sorted(tensors)[:8]}")
     tensor = tensors[name]
-    return tensor.requires_grad_() if document.get("grad") else tensor
+    if not document.get("grad"):
+        return tensor
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CheckpointCorruptError(f"expected a tensor that can require a gradient, found {name!r} of {tensor.dtype}")
+    return tensor.requires_grad_()
 
 
 def _special_float(text: Any) -> float:

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -41,8 +42,18 @@ _FORMAT = "asyncbuf.checkpoint"
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-]+)*\.safetensors")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64),
+    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}
 # safetensors keeps its own things under this name: a tensor called so makes a file that nothing can read.
 _RESERVED = "__metadata__"
+
+
+# The keys of the saves that are under way in this process, and what lets one of them at a time commit.
+_active: set[str] = set()
+_commits = threading.Lock()
 
 
 class StoppedError(Exception):
@@ -61,6 +72,8 @@ class Writer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = self._root = self._data = Path(path)
         self._files: dict[str, dict[str, Any]] = {}
+        self._key = secrets.token_hex(8)
+        self._unseen = f"{MANIFEST}.{self._key}"
         self._stopped = self._committed = False
 
     def __enter__(self) -> Self:
@@ -70,17 +83,20 @@ class Writer:
             CheckpointError: something else than a checkpoint is there.
         """
         if self._path.is_symlink() or self._path.exists():
-            if not self._path.is_dir() or (any(self._path.iterdir()) and not is_checkpoint(self._path)):
+            # What a save leaves that was interrupted before its first commit is no obstacle.
+            if not self._path.is_dir() or not (is_checkpoint(self._path) or all(map(_is_ours, self._path.iterdir()))):
                 raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
         else:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._root = self._path.with_name(f".{self._path.name}.tmp-{secrets.token_hex(8)}")
-        self._data = self._root / f"data-{secrets.token_hex(8)}"
+            self._root = self._path.with_name(f".{self._path.name}.tmp-{self._key}")
+        self._data = self._root / f"data-{self._key}"
         self._data.mkdir(parents=True)
+        _active.add(self._key)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Remove what was written, unless it was committed."""
+        _active.discard(self._key)
         if not self._committed:
             shutil.rmtree(
                 self._data if self._root == self._path else self._root,
@@ -100,7 +116,9 @@ class Writer:
         """
         if self._stopped:
             raise StoppedError
-        stored = {_renamed(key): _storable(tensor) for key, tensor in tensors.items()}
+        if not _NAME.fullmatch(name):
+            raise CheckpointError(f"expected a name such as part/00000.safetensors, found {name!r}")
+        stored = {_renamed(key): _storable(key, tensor) for key, tensor in tensors.items()}
         dtypes = {
             _renamed(key): str(tensor.dtype).removeprefix("torch.")
             for key, tensor in tensors.items()
@@ -132,19 +150,37 @@ class Writer:
             "libraries": _libraries(),
             "state": state,
         }
-        before = self._root / f"{MANIFEST}.{secrets.token_hex(8)}"
-        _write_file(before, _rendered(body))
-        before.replace(self._root / MANIFEST)
-        _sync(self._root)
-        if self._root != self._path:
+        _write_file(self._root / self._unseen, _rendered(body))
+        with _commits:
+            (self._root / self._unseen).replace(self._root / MANIFEST)
+            _sync(self._root)
+            if self._root != self._path:
+                self._move_into_place()
+            self._committed = True
+            _sync(self._path.parent)
+            self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        for entry in self._path.iterdir():
+            # What another save in this process is writing beside this one is no leftover.
+            if not _is_ours(entry) or entry.name == self._data.name or any(key in entry.name for key in _active):
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+
+    def _move_into_place(self) -> None:
+        try:
             self._root.rename(self._path)
-        self._committed = True
-        _sync(self._path.parent)
-        for leftover in self._path.iterdir():
-            if _DATA.fullmatch(leftover.name) and leftover.name != self._data.name:
-                shutil.rmtree(leftover, ignore_errors=True)
-            elif leftover.name.startswith(f"{MANIFEST}."):
-                leftover.unlink(missing_ok=True)
+        except OSError:
+            if not is_checkpoint(self._path):
+                raise
+            # Another save to the same place came first: this one replaces it, in one step as well.
+            (self._root / self._data.name).rename(self._path / self._data.name)
+            (self._root / MANIFEST).replace(self._path / MANIFEST)
+            _sync(self._path)
+            self._root.rmdir()
 
 
 class Reader:
@@ -223,6 +259,11 @@ class Reader:
         return content
 
 
+def _is_ours(entry: Path) -> bool:
+    """Whether it is data, or a manifest that was not yet put in place."""
+    return _DATA.fullmatch(entry.name) is not None or entry.name.startswith(f"{MANIFEST}.")
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a committed checkpoint is there; it may still turn out to be damaged."""
     return (path / MANIFEST).is_file()
@@ -254,7 +295,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if type(version) is not int or version > VERSION or version < 1:
         raise CheckpointVersionError(f"{manifest}: expected a format version from 1 to {VERSION}, found {version!r}")
     body = document.get("body")
-    if not _well_formed(body) or _rendered(body) != content:
+    try:
+        is_sound = _well_formed(body) and _rendered(body) == content
+    except (RecursionError, ValueError) as error:
+        raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found {error}") from error
+    if not is_sound:
         raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found a changed one")
     return cast("dict[str, Any]", body)
 
@@ -277,7 +322,7 @@ def _well_formed_file(entry: Any) -> bool:
         and entry["bytes"] >= 0
         and isinstance(entry.get("sha256"), str)
         and isinstance(entry.get("dtypes", {}), dict)
-        and all(name in DTYPES for name in entry.get("dtypes", {}).values())
+        and all(isinstance(name, str) and name in DTYPES for name in entry.get("dtypes", {}).values())
     )
 
 
@@ -324,12 +369,15 @@ def _viewed(tensor: torch.Tensor) -> bool:
     return tensor.is_complex()
 
 
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """Dense and of a dtype that safetensors has: complex numbers become pairs."""
+def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Dense, in memory of its own, and of a dtype that safetensors has: complex numbers become pairs."""
+    if tensor.dtype not in _DTYPES or tensor.is_meta or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{key}: expected a dense tensor of a common dtype, found {tensor.dtype}, {tensor.layout} on {tensor.device}"
+        )
     plain = tensor.detach().resolve_conj().resolve_neg()
-    dense = (torch.view_as_real(plain) if _viewed(plain) else plain).contiguous()
-    # safetensors refuses tensors that share memory; parts of a larger one would.
-    return dense if dense.untyped_storage().nbytes() == dense.nbytes else dense.clone()
+    # safetensors refuses tensors that share memory.
+    return (torch.view_as_real(plain) if _viewed(plain) else plain).clone(memory_format=torch.contiguous_format)
 
 
 def _restored(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:

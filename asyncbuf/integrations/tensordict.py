@@ -46,11 +46,16 @@ def _unflatten_class(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], 
 
 def _encode(value: TensorDictBase) -> dict[str, Any]:
     keys, children, size = _flatten(value, False)
-    return {"data": dict(zip(keys, children, strict=True)), "batch_size": size}
+    # Tensors of a checkpoint are on the CPU; a TensorDict that says where it is must say so.
+    device = None if value.device is None else "cpu"
+    names = list(value.names) if any(name is not None for name in value.names) else None
+    return {"data": dict(zip(keys, children, strict=True)), "batch_size": size, "device": device, "names": names}
 
 
 def _decode(plain: dict[str, Any]) -> TensorDict:
-    return TensorDict(plain["data"], batch_size=plain["batch_size"])
+    return TensorDict(
+        plain["data"], batch_size=plain["batch_size"], device=plain.get("device"), names=plain.get("names")
+    )
 
 
 @functools.cache

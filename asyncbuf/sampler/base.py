@@ -80,6 +80,13 @@ class Sampler(ABC):
         """
         fields(state, type(self).__name__)
 
+    def verify(self, rows: Rows) -> None:
+        """Refuse a state that was just loaded and does not go with the rows.
+
+        Raises:
+            CheckpointCorruptError: the next draw would be of rows that there are not.
+        """
+
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse at construction what can never be drawn.
 

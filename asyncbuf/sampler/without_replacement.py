@@ -100,6 +100,13 @@ class SamplerWithoutReplacement(Sampler):
         self._order = Permutation(length, seed) if shuffle and position < length else None
         self._epoch, self._position, self._length, self._seed = epoch, position, length, seed
 
+    def verify(self, rows: Rows) -> None:
+        """Refuse a pass over more rows than there are."""
+        if self._length > rows.size:
+            raise CheckpointCorruptError(
+                f"{type(self).__name__}: expected a pass of at most {rows.size} rows, found a length of {self._length}"
+            )
+
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse a batch size that no pass can fill."""
         if self._drop_last and batch_size > capacity:

@@ -152,6 +152,10 @@ class Storage(ABC):
             raise CheckpointCorruptError(f"expected no chunks for {type(self).__name__}, found some")
         return lambda: self.load_state_dict(state)
 
+    def rows_in(self, meta: Any) -> int | None:
+        """How many rows are in what ``freeze`` gave out; None if that cannot be told."""
+        return None
+
     @abstractmethod
     def clear(self) -> None:
         """Forget every item. The structure of an item stays known."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from asyncbuf import tree
-from asyncbuf.checkpoint.codec import decode, encode, join, split
+from asyncbuf.checkpoint.codec import cloned, decode, encode, join, split
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage.base import Prepared, Storage
 
@@ -121,9 +121,21 @@ class ListStorage(Storage):
 
         return commit
 
+    def rows_in(self, meta: Any) -> int | None:
+        """How many items a description speaks of."""
+        return meta["items"] if isinstance(meta, dict) and type(meta.get("items")) is int else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the items without the history of their tensors, which cannot be pickled."""
+        return {**vars(self), "_items": [tree.map_leaves(_without_history, item) for item in self._items]}
+
     def clear(self) -> None:
         """Forget every item."""
         self._items.clear()
+
+
+def _without_history(leaf: Any) -> Any:
+    return cloned(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_leaf else leaf
 
 
 class _FrozenItems:

@@ -136,16 +136,22 @@ class TensorStorage(Storage):
             raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
         return lambda: self._replace(rows, count)
 
+    def rows_in(self, meta: Any) -> int | None:
+        """How many rows a description speaks of."""
+        return 0 if meta is None else parsed(meta)[2]
+
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the written rows only."""
         rows = self._rows
         columns = [] if rows is None else [column[: self._filled].copy() for column in rows.columns]
         known = None if rows is None else (rows.spec, rows.fields)
-        return {"capacity": self.capacity, "known": known, "filled": self._filled, "columns": columns}
+        own = {name: value for name, value in vars(self).items() if name not in ("_rows", "_filled", "_frozen")}
+        return {"own": own, "known": known, "filled": self._filled, "columns": columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Put the rows into memory of the full capacity."""
-        TensorStorage.__init__(self, state["capacity"])
+        TensorStorage.__init__(self, state["own"]["_capacity"])
+        vars(self).update(state["own"])
         if state["known"] is not None:
             self._rows = RowMemory(self.capacity, *state["known"])
             self._filled = state["filled"]

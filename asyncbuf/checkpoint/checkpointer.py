@@ -1,0 +1,398 @@
+"""Checkpoints of a whole training run: buffers, models, optimizers and plain values at one point in time.
+
+One directory per step, committed whole (see ``asyncbuf.checkpoint.directory``)::
+
+    runs/step-000100/
+      manifest.json                      which parts there are, and everything that is not a tensor
+      data-.../buffer/storage/00000.safetensors ...
+      data-.../model/00000.safetensors ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncbuf.buffer import ReplayBuffer
+from asyncbuf.checkpoint.codec import decode
+from asyncbuf.checkpoint.directory import Reader, Writer, is_checkpoint, sweep
+from asyncbuf.checkpoint.parts import (
+    BUFFER,
+    OBJECT,
+    VALUE,
+    Captured,
+    GlobalGenerators,
+    Target,
+    capture,
+    is_stateful,
+    joined,
+    load,
+    prove,
+)
+from asyncbuf.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+)
+from asyncbuf.snapshot import Snapshot
+from asyncbuf.threads import in_thread
+
+if TYPE_CHECKING:
+    import os
+
+VERSION = 1
+_FORMAT = "asyncbuf.run"
+_STEP = re.compile(r"step-([0-9]{6,})")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_ARGUMENTS = {"step", "rng", "timeout", "elastic", "partial"}
+_RNG = "rng"
+# How long batches that hang may hold up a restore; they are put back as tickets then.
+_SETTLE_SECONDS = 10.0
+_WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
+
+logger = logging.getLogger("asyncbuf")
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredCheckpoint:
+    """What a checkpoint held, beside what went into objects.
+
+    Attributes:
+        step: the step that it was saved at.
+        path: its directory.
+        values: the parts that are plain values, by name.
+    """
+
+    step: int
+    path: Path
+    values: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves a whole training run again and again, and restores it.
+
+    One process at a time saves into a directory; others may restore from it. Everything that is written is JSON and
+    safetensors, and reading runs no code. ``register_type`` and ``register_codec`` widen what can be saved.
+
+    Args:
+        directory: where the checkpoints lie, one directory ``step-000100`` each. It is made when the first is saved.
+        keep: how many checkpoints are kept, those with the highest steps; None keeps all.
+        rng: whether the global generators of torch, numpy and ``random`` belong to the run.
+
+    Raises:
+        TypeError, ValueError: ``keep`` is not an int of at least 1.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, rng: bool = False) -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+            raise TypeError(f"keep: expected an int or None, found {keep!r}")
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep: expected at least 1, found {keep}")
+        self._directory = Path(directory)
+        self._keep = keep
+        self._rng = rng
+        self._swept = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def path(self, step: int) -> Path:
+        """The directory of a step, whether or not it is there."""
+        return self._directory / f"step-{_step(step):06}"
+
+    def steps(self) -> list[int]:
+        """The steps that were saved, in order. Whether each can be read shows when it is restored."""
+        try:
+            names = [entry.name for entry in self._directory.iterdir() if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+        return sorted(step for step, name in steps if self.path(step).name == name)
+
+    def latest(self) -> int | None:
+        """The highest step that was saved; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def __repr__(self) -> str:
+        """Where, and how."""
+        return f"<Checkpointer {self._directory}, keep={self._keep}, rng={self._rng}>"
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    async def save(self, step: int, *, rng: bool | None = None, timeout: float | None = None, **parts: Any) -> Path:
+        """Save everything at one point in time, then write it while the run goes on.
+
+        All buffers stand still while they and the other parts are captured, in one step of the event loop. So what is
+        saved fits together if it is called by the task that trains, or if nothing waits in that task between getting a
+        batch and the end of its update. The event loop waits while the states are copied, roughly 1 ms for each MB on
+        the CPU, but not for disks. Calls from several tasks are served in order.
+
+        Args:
+            step: what the checkpoint is known by, from 0. One that is there already is replaced in one step.
+            rng: overrides the ``rng`` of the constructor.
+            timeout: seconds to wait for batches that are being prepared; after that they are saved as tickets.
+            **parts: by name: buffers and snapshots; objects with ``state_dict`` and ``load_state_dict``; and plain
+                values such as numbers, strings, tensors, lists and dicts, which ``restore`` hands back. Tensors may be
+                on any device: they are copied there first, and then to the CPU.
+
+        Returns:
+            The directory of the checkpoint. It is committed, and checkpoints beyond ``keep`` are gone.
+
+        Raises:
+            CheckpointError: something cannot be saved, the message says where; or something else is in its place.
+            OSError: the file system refuses.
+            TypeError, ValueError: a step, name or part is none.
+        """
+        path = self.path(step)
+        _check_names(parts)
+        if self._rng if rng is None else rng:
+            parts[_RNG] = GlobalGenerators()
+        async with self._lock("capture"):
+            captured = await capture(parts, timeout)
+        async with self._lock("disk"):
+            writer = Writer(path)
+            await in_thread(self._write, writer, _step(step), captured, on_cancel=writer.stop)
+        return path
+
+    def _write(self, writer: Writer, step: int, captured: dict[str, Captured]) -> None:
+        if not self._swept:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            sweep(self._directory)
+            self._swept = True
+        with writer:
+            parts = {name: part.write(writer, name) for name, part in captured.items()}
+            writer.commit({"format": _FORMAT, "version": VERSION, "step": step, "parts": parts})
+        self._prune(step)
+
+    def _prune(self, written: int) -> None:
+        """Remove the oldest checkpoints. The new one is committed, so a failure here is none of the save."""
+        if self._keep is None:
+            return
+        committed = [step for step in self.steps() if is_checkpoint(self.path(step))]
+        for step in committed[: -self._keep]:
+            if step == written:
+                continue
+            path = self.path(step)
+            try:
+                # In one step, so that no half of a checkpoint is left where one is looked for.
+                gone = path.rename(path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}"))
+                shutil.rmtree(gone)
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+
+    # -- restoring ----------------------------------------------------------------------------------------------------
+
+    async def restore(
+        self,
+        step: int | None = None,
+        *,
+        elastic: bool = False,
+        partial: bool = False,
+        rng: bool | None = None,
+        **objects: Any,
+    ) -> RestoredCheckpoint:
+        """Put buffers and objects back to where they were. Either all of them change or, with an error, none.
+
+        Everything is read, checked and decoded first. Then each object proves that it takes its state, and gets its own
+        back; the buffers are restored; and in the very step in which the last buffer takes over, the objects are
+        loaded. So no consumer sees an old model beside restored batches, and ``load_state_dict`` of an object is
+        called more than once. With several buffers, restore before they are opened: if a later one fails, those before
+        it go back to what they were, but cannot take back what they handed out meanwhile.
+
+        Args:
+            step: which checkpoint; None for the latest. An older one is taken only if it is asked for.
+            elastic: accept another prefetch depth or batch size of buffers, and fewer CUDA devices.
+            partial: leave out parts for which no object is given, such as the buffer when a policy is evaluated.
+            rng: whether the global generators are set: True demands that they were saved, False leaves them alone.
+                None sets them if they were saved (and not ``partial``), and demands them if the constructor says so.
+            **objects: by the names of the save: buffers, and objects with ``load_state_dict``.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint, or none of this step.
+            CheckpointCorruptError, CheckpointVersionError: it is damaged, or newer than this release.
+            CheckpointMismatchError: it has other parts, or an object does not take its state.
+            TypeError, ValueError: a step, name or object is none.
+        """
+        _check_names(objects)
+        for name, part in objects.items():
+            if not isinstance(part, ReplayBuffer) and not is_stateful(part):
+                raise TypeError(
+                    f"{name}: expected a ReplayBuffer or an object with state_dict and load_state_dict, found "
+                    f"{type(part).__name__}; plain values come back in the result"
+                )
+        async with self._lock("disk"):  # no save prunes or replaces meanwhile what is being read
+            chosen = self._chosen(step)
+            plan = _Plan(self.path(chosen), chosen, objects, partial=partial)
+            demanded = self._rng and not partial if rng is None else rng
+            if demanded or (rng is None and not partial):
+                plan.add_generators(GlobalGenerators(elastic=elastic), demanded=demanded)
+            try:
+                await in_thread(plan.read)
+                await plan.apply(elastic=elastic)
+            except (CheckpointCorruptError, CheckpointVersionError) as error:
+                others = [other for other in self.steps() if other != chosen]
+                if step is not None or not others:
+                    raise
+                raise type(error)(f"{error}; restore(step=...) takes an older one, of {others}") from error
+        return RestoredCheckpoint(chosen, plan.path, plan.values)
+
+    def _chosen(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None and not steps:
+            raise CheckpointNotFoundError(f"{self._directory}: expected a checkpoint, found none")
+        chosen = steps[-1] if step is None else _step(step)
+        if chosen not in steps:
+            raise CheckpointNotFoundError(f"{self.path(chosen)}: expected a checkpoint, found those of steps {steps}")
+        return chosen
+
+    def _lock(self, what: str) -> asyncio.Lock:
+        """A lock of the running loop, so that one object may serve one loop after the other."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._locks = loop, {}
+        return self._locks.setdefault(what, asyncio.Lock())
+
+
+class _Plan:
+    """A checkpoint on its way into objects.
+
+    Args:
+        path: its directory.
+        step: the step that it must be of.
+        objects: where its parts go.
+        partial: whether parts without an object are left out.
+    """
+
+    def __init__(self, path: Path, step: int, objects: dict[str, Any], *, partial: bool) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+        self._step = step
+        self._objects = objects
+        self._partial = partial
+        self._generators: GlobalGenerators | None = None
+        self._demands_generators = False
+        self._targets: list[Target] = []
+        self._buffers: list[tuple[ReplayBuffer, Snapshot]] = []
+
+    def add_generators(self, generators: GlobalGenerators, *, demanded: bool) -> None:
+        """Set the global generators too, if they were saved, or because that is demanded."""
+        self._generators, self._demands_generators = generators, demanded
+
+    def read(self) -> None:
+        """Read, check and decode everything. Blocks, and changes nothing that is live."""
+        if not is_checkpoint(self.path):
+            # Not CheckpointNotFoundError, upon which a program may well start afresh.
+            raise CheckpointCorruptError(f"{self.path}: expected a checkpoint with a manifest, found none")
+        reader = Reader(self.path)
+        parts = _parts_of(reader.state, self.path, self._step)
+        generators = parts.pop(_RNG, None)
+        self._match(parts)
+        for name, part in parts.items():
+            if part["kind"] == VALUE:
+                self.values[name] = decode(joined(reader, name, part), name)
+        for name, given in self._objects.items():
+            if isinstance(given, ReplayBuffer):
+                self._add_buffer(reader, name, given, parts[name]["state"])
+            else:
+                self._add(reader, name, given, parts[name])
+        if generators is not None and self._generators is not None:
+            self._add(reader, _RNG, self._generators, generators)
+        elif self._demands_generators:
+            raise CheckpointMismatchError(f"{self.path}: expected global generators (rng), found none")
+
+    def _match(self, parts: dict[str, Any]) -> None:
+        saved = {name: part["kind"] for name, part in parts.items() if part["kind"] != VALUE}
+        given = {name: BUFFER if isinstance(part, ReplayBuffer) else OBJECT for name, part in self._objects.items()}
+        unknown = sorted(given.keys() - saved.keys())
+        missing = [] if self._partial else sorted(saved.keys() - given.keys())
+        if unknown or missing:
+            raise CheckpointMismatchError(
+                f"{self.path}: expected the objects {sorted(saved)}, found {sorted(given)} (not in the checkpoint: "
+                f"{unknown}, no object given: {missing}; partial=True leaves parts out; plain values, which come back "
+                f"in the result: {sorted(parts.keys() - saved.keys())})"
+            )
+        for name, kind in given.items():
+            if saved[name] != kind:
+                raise CheckpointMismatchError(
+                    f"{self.path}: {name}: expected {_WORDS[saved[name]]}, found {_WORDS[kind]}"
+                )
+
+    def _add(self, reader: Reader, name: str, given: Any, part: dict[str, Any]) -> None:
+        target = Target(name, given, joined(reader, name, part))
+        target.loadable()
+        self._targets.append(target)
+
+    def _add_buffer(self, reader: Reader, name: str, buffer: ReplayBuffer, document: Any) -> None:
+        snapshot = Snapshot.read(reader, document, f"{name}/")
+        if self._buffers:
+            # The first buffer checks its rows itself before anything changes; the others come too late for that.
+            for _ in reader.read_all(f"{name}/storage"):
+                pass
+        self._buffers.append((buffer, snapshot))
+
+    async def apply(self, *, elastic: bool) -> None:
+        """Make everything live."""
+        if self._buffers:
+            prove(self._targets)
+        restored: list[tuple[ReplayBuffer, Snapshot]] = []
+        try:
+            for buffer, snapshot in self._buffers:
+                before = await buffer.snapshot(_SETTLE_SECONDS) if len(self._buffers) > 1 else None
+                await buffer.restore(snapshot, elastic=elastic)
+                if before is not None:
+                    restored.append((buffer, before))
+            # No await from here back to the step in which the last buffer took over.
+            load(self._targets)
+        except BaseException:
+            for buffer, before in reversed(restored):
+                await buffer.restore(before)
+            raise
+
+
+def _parts_of(state: Any, path: Path, step: int) -> dict[str, dict[str, Any]]:
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        found = state.get("format", sorted(state)) if isinstance(state, dict) else type(state).__name__
+        raise CheckpointMismatchError(f"{path}: expected the checkpoint of a run ({_FORMAT}), found {found!r}")
+    version = state.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise CheckpointVersionError(f"{path}: expected a version of {_FORMAT} from 1 to {VERSION}, found {version!r}")
+    if state.get("step") != step:
+        raise CheckpointMismatchError(f"{path}: expected the checkpoint of step {step}, found {state.get('step')!r}")
+    parts = state.get("parts")
+    if not isinstance(parts, dict) or not all(map(_is_part, parts.values())):
+        raise CheckpointCorruptError(f"{path}: expected parts of a known kind, found something else")
+    return dict(parts)
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"kind", "state"} and part["kind"] in (BUFFER, OBJECT, VALUE)
+
+
+def _step(step: Any) -> int:
+    if isinstance(step, bool):
+        raise TypeError(f"step: expected an int, found {step!r}")
+    number = operator.index(step)
+    if number < 0:
+        raise ValueError(f"step: expected at least 0, found {number}")
+    return number
+
+
+def _check_names(parts: dict[str, Any]) -> None:
+    buffers: dict[int, str] = {}
+    for name, part in parts.items():
+        if not _NAME.fullmatch(name) or name in _ARGUMENTS:
+            raise ValueError(
+                f"expected the name of a part in letters, digits, '_' and '-', and none of {sorted(_ARGUMENTS)}; "
+                f"found {name!r}"
+            )
+        if isinstance(part, ReplayBuffer) and buffers.setdefault(id(part), name) != name:
+            raise ValueError(f"expected each buffer once, found the same as {buffers[id(part)]} and {name}")
