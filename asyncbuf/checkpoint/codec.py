@@ -112,6 +112,9 @@ def register_type(cls: type[T], *, name: str = "") -> type[T]:
     return cls
 
 
+register_codec(collections.Counter, dict, collections.Counter, name="collections.Counter")
+
+
 def encode(value: Any, path: str = "") -> Any:
     """Make a value plain. Tensors are cloned without their history, keeping ``requires_grad``; shared ones stay shared.
 
@@ -134,9 +137,7 @@ class _Encoder:
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
         if kind is int and value.bit_length() > _INT_BITS:
-            raise CheckpointError(
-                f"{path or 'the value'}: expected an int of at most {_INT_BITS} bits, found a larger one"
-            )
+            raise CheckpointError(f"{path or 'the value'}: expected at most {_INT_BITS} bits, found a larger int")
         if kind in _ATOMS:
             return value
         if isinstance(value, torch.Tensor):

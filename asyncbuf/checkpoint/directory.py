@@ -39,6 +39,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 256 * 1024 * 1024
 _FORMAT = "asyncbuf.checkpoint"
+# A value of as many levels as may be encoded needs at most three of JSON for each.
+_LEVELS = 320
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-]+)*\.safetensors")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
@@ -296,12 +298,25 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointVersionError(f"{manifest}: expected a format version from 1 to {VERSION}, found {version!r}")
     body = document.get("body")
     try:
-        is_sound = _well_formed(body) and _rendered(body) == content
+        is_sound = _is_shallow(body) and _well_formed(body) and _rendered(body) == content
     except (RecursionError, ValueError) as error:
         raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found {error}") from error
     if not is_sound:
         raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found a changed one")
     return cast("dict[str, Any]", body)
+
+
+def _is_shallow(body: Any) -> bool:
+    """Whether whoever walks through it will not run out of stack."""
+    level = [body]
+    for _ in range(_LEVELS):
+        level = [
+            child
+            for node in level
+            if isinstance(node, (dict, list))
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return not level
 
 
 def _well_formed(body: Any) -> bool:
@@ -373,7 +388,7 @@ def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Dense, in memory of its own, and of a dtype that safetensors has: complex numbers become pairs."""
     if tensor.dtype not in _DTYPES or tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
-            f"{key}: expected a dense tensor of a common dtype, found {tensor.dtype}, {tensor.layout} on {tensor.device}"
+            f"{key}: expected a dense tensor of a common dtype, found {tensor.dtype}, {tensor.layout}, {tensor.device}"
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
     # safetensors refuses tensors that share memory.
@@ -383,7 +398,10 @@ def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
 def _restored(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     if dtype is None:
         return tensor
-    return torch.view_as_complex(tensor).to(DTYPES[dtype])
+    try:
+        return torch.view_as_complex(tensor).to(DTYPES[dtype])
+    except RuntimeError as error:
+        raise CheckpointCorruptError(f"expected pairs of numbers, found {tensor.dtype} {list(tensor.shape)}") from error
 
 
 def _write_file(path: Path, content: bytes) -> None:
