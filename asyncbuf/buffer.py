@@ -266,7 +266,7 @@ class ReplayBuffer(Persistent):
             cancelled = await finish(copied)
             copied.result()
             rows = self._commit(placement)
-        if self._state != "open":
+        if self._state in ("new", "closed"):
             threads.abandon()  # nobody would end them later
         try:
             if cancelled is not None:

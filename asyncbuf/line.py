@@ -33,19 +33,21 @@ class Entry:
         batch: what a consumer gets, once READY.
         error: why it FAILED.
         reported: whether a consumer was told of the failure.
+        gathering: whether a thread is gathering its rows.
+        is_prefetched: whether it stands in the line of the buffer's own batch size.
         dropped: whether nobody wants it any more, so that what a thread still makes of it is let go.
     """
 
-    __slots__ = ("batch", "dropped", "error", "progress", "reported", "stage", "ticket")
+    __slots__ = ("batch", "dropped", "error", "gathering", "is_prefetched", "progress", "reported", "stage", "ticket")
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, *, is_prefetched: bool) -> None:
         self.ticket = ticket
         self.stage = Stage.DRAWN
         self.progress: Progress | None = None
         self.batch: Batch | None = None
-        self.error: Exception | None = None
-        self.reported = False
-        self.dropped = False
+        self.error: BaseException | None = None
+        self.reported = self.gathering = self.dropped = False
+        self.is_prefetched = is_prefetched
 
     @property
     def settled(self) -> bool:
@@ -64,7 +66,7 @@ class Entry:
         self.progress = self.error = None
         self.stage = Stage.READY
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """A transform or the gather raised."""
         self.error = error
         self.stage = Stage.FAILED

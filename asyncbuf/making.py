@@ -103,16 +103,21 @@ class Maker:
                 self._transform(entry)
 
     def _gather(self, entry: Entry) -> None:
+        if self._halted or entry.gathering or entry.dropped or entry.progress is not None:
+            return  # its turn came late: the buffer was closed meanwhile, and perhaps opened again
         indices = entry.ticket.draw.indices
         if self._storage.gather_nbytes(len(indices)) <= INLINE_BYTES:
             try:
                 data = self._gathered(indices)
-            except Exception as error:
+            except BaseException as error:
                 self._failed(entry, error)
+                if not isinstance(error, Exception):
+                    raise
             else:
                 entry.keep(Progress(0, data))
                 self._transform(entry)
             return
+        entry.gathering = True
         self._gate.hold()
         self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
 
@@ -132,13 +137,14 @@ class Maker:
 
     def _arrived(self, entry: Entry, future: Future[Any]) -> None:
         error = future.exception()
+        entry.gathering = False
         if error is None:
             entry.keep(Progress(0, future.result()))
         self._gate.release()
-        if isinstance(error, Exception):
-            self._failed(entry, error)
-        elif error is None:
+        if error is None:
             self._transform(entry)
+        else:
+            self._failed(entry, error)
 
     def _transform(self, entry: Entry) -> None:
         """Rows are there: run the transforms here if that is quick, else let a worker do it."""
@@ -151,8 +157,10 @@ class Maker:
         elif self._chain.quick and progress.step == 0:
             try:
                 after = self._chain.run_here(progress.data, entry.ticket.seed)
-            except Exception as error:
+            except BaseException as error:
                 self._failed(entry, error)
+                if not isinstance(error, Exception):
+                    raise
             else:
                 self._made_here(entry, after)
         else:
@@ -167,11 +175,16 @@ class Maker:
 
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
-        while self._order and (self._order[0].dropped or self._order[0].stage is Stage.READY):
+        while self._order and self._lets_pass(self._order[0]):
             self._order.popleft()
         if self._order and not self._order_busy and not self._resting and self._order[0].stage is Stage.GATHERED:
             self._order_busy = True
             self._todo.put_nowait(self._order.popleft())
+
+    def _lets_pass(self, entry: Entry) -> bool:
+        """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
+        failed = entry.stage is Stage.FAILED and not entry.is_prefetched
+        return failed or entry.dropped or entry.stage is Stage.READY
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -206,9 +219,9 @@ class Maker:
         task = asyncio.current_task()
         return self.is_stopping() or (task is not None and task.cancelling() > 0)
 
-    def _failed(self, entry: Entry, error: Exception) -> None:
+    def _failed(self, entry: Entry, error: BaseException) -> None:
         entry.fail(detached(error))
-        if self._chain.ordered and entry not in self._order:
+        if self._chain.ordered and entry.is_prefetched and entry not in self._order:
             self._order.appendleft(entry)  # those behind it wait until it is tried again or dropped
         self._settled(entry)
 

@@ -261,21 +261,20 @@ class Pipeline:
         line.notify()
 
     def _may_draw(self, line: Line) -> bool:
-        sampler, waiter = self._source.sampler, line.next_waiter
-        if waiter is None:
-            # A pass begins when its first batch is asked for, not ahead of it.
-            return self._source.drawable and not sampler.between_epochs
-        if waiter.within is not None and waiter.within.number != sampler.epoch:
+        sampler = self._source.sampler
+        while (waiter := line.next_waiter) is not None:
+            if waiter.within is None or waiter.within.number == sampler.epoch:
+                return self._source.drawable
             line.give_up(waiter)
             waiter.over = True
             waiter.notify()
-            return line.wants_more and self._may_draw(line)
-        return self._source.drawable
+        # A pass begins when its first batch is asked for, not ahead of it.
+        return line.wants_more and self._source.drawable and not sampler.between_epochs
 
     def _draw(self, line: Line) -> None:
         draw = self._source.draw(line.batch_size)
         seed = mixed_seed(self._source.generator.initial_seed(), self._number)
-        entry = Entry(Ticket(self._number, draw, seed))
+        entry = Entry(Ticket(self._number, draw, seed), is_prefetched=line.batch_size == self._batch_size)
         self._number += 1
         line.entries.append(entry)
         self.peak_queued = max(self.peak_queued, self.queued)

@@ -49,22 +49,24 @@ class Source:
         return self.writer.size >= self.min_size
 
     def place(self, prepared: Prepared) -> Placement:
-        """Choose the rows for prepared items."""
-        return self.writer.place(prepared.count, self.storage.capacity)
+        """Choose the rows for prepared items, and tell the sampler.
+
+        The sampler is told before the rows are overwritten: if it raises, nothing has happened yet.
+        """
+        placement = self.writer.place(prepared.count, self.storage.capacity)
+        if self._tells_sampler:
+            before = self.writer.state_dict()
+            self.writer.commit(placement, self.storage.capacity)
+            try:
+                self.sampler.written(_rows_of(placement), self.rows)
+            finally:
+                self.writer.load_state_dict(before)
+        return placement
 
     def commit(self, placement: Placement) -> torch.Tensor:
         """Make rows valid that were written: int64 ``[kept items]``, in the order of the items."""
-        before = self.writer.state_dict() if self._tells_sampler else None
         self.writer.commit(placement, self.storage.capacity)
-        runs = [torch.arange(run.row, run.row + run.count) for run in placement.runs]
-        indices = runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *runs])
-        if before is not None:
-            try:
-                self.sampler.written(indices, self.rows)
-            except BaseException:
-                self.writer.load_state_dict(before)
-                raise
-        return indices
+        return _rows_of(placement)
 
     def draw(self, batch_size: int) -> Draw:
         """Ask the sampler.
@@ -106,6 +108,11 @@ class Source:
         self.storage.clear()
         self.writer.clear()
         self.sampler.clear()
+
+
+def _rows_of(placement: Placement) -> torch.Tensor:
+    runs = [torch.arange(run.row, run.row + run.count) for run in placement.runs]
+    return runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *runs])
 
 
 def _check(draw: Draw, size: int, name: str) -> None:

@@ -48,7 +48,7 @@ class SavedTicket:
 
     def entry(self) -> Entry:
         """A ticket that stands in line again."""
-        entry = Entry(self.ticket)
+        entry = Entry(self.ticket, is_prefetched=self.is_main)
         if self.step is None:
             entry.ready(self.data)
         elif self.step >= 0:

@@ -51,7 +51,12 @@ class Sampler(ABC):
         """
 
     def written(self, indices: torch.Tensor, rows: Rows) -> None:
-        """Rows were overwritten: int64 ``[items]``. Called after each write."""
+        """Rows are about to be overwritten: int64 ``[items]``. An error stops the write.
+
+        Args:
+            indices: the rows.
+            rows: what there is to draw from afterwards.
+        """
 
     def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
         """Rows got new priorities: int64 ``[n]`` and float ``[n]``. Samplers without priorities have nothing to do."""

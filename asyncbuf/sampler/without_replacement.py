@@ -39,14 +39,9 @@ class SamplerWithoutReplacement(Sampler):
         Raises:
             ValueError: with ``drop_last``, a pass has fewer rows than a batch.
         """
-        if self._position >= self._length:
+        left = self._length - self._position
+        if left == 0 or (self._drop_last and left < batch_size):
             self._begin(rows.size, batch_size, generator)
-        elif self._drop_last and self._length - self._position < batch_size:
-            # Only a call with a larger batch size than the calls before gets here.
-            raise ValueError(
-                f"batch size: expected at most {self._length - self._position}, the rows left in this pass, because of "
-                f"drop_last; found {batch_size}"
-            )
         start, stop = self._position, min(self._position + batch_size, self._length)
         indices = torch.arange(start, stop) if self._order is None else self._order[start:stop]
         epoch, self._position = self._epoch, stop
@@ -61,6 +56,8 @@ class SamplerWithoutReplacement(Sampler):
             raise ValueError(
                 f"batch size: expected at most {size}, the rows of a pass, because of drop_last; found {batch_size}"
             )
+        if self._position < self._length:
+            self._end()  # a call with a larger batch size than those before leaves out what does not fill its batch
         self._position, self._length = 0, size
         if self._shuffle:
             seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)

@@ -142,10 +142,11 @@ def test_passes_against_a_list_of_rows(program: list[tuple[str, int]], shuffle: 
             sampler.clear()
             size, epoch, left = number, epoch + bool(left), []
         else:
-            available = len(left) or size
             before = generator.get_state()
-            if drop_last and available < number:
-                with pytest.raises(ValueError, match=f"expected at most {available}, the rows .*; found {number}"):
+            if left and drop_last and len(left) < number <= size:
+                epoch, left = epoch + 1, []  # what does not fill the batch is left out
+            if drop_last and (size if len(left) < number else len(left)) < number:
+                with pytest.raises(ValueError, match=f"expected at most {size}, the rows .*; found {number}"):
                     sampler.draw(rows_of(size), number, generator)
                 assert torch.equal(generator.get_state(), before)
             else:
@@ -170,10 +171,12 @@ def test_passes_against_a_list_of_rows(program: list[tuple[str, int]], shuffle: 
 def test_batch_that_the_rest_of_the_pass_cannot_fill() -> None:
     sampler, generator = SamplerWithoutReplacement(drop_last=True, shuffle=False), seeded()
     sampler.draw(rows_of(10), 4, generator)
-    with pytest.raises(ValueError, match="expected at most 6, the rows left in this pass, because of drop_last; found"):
-        sampler.draw(rows_of(10), 7, generator)
-    assert (sampler.epoch, sampler.between_epochs) == (0, False)
-    assert sampler.draw(rows_of(10), 4, generator).indices.tolist() == [4, 5, 6, 7]
+    # The six rows that are left do not fill it: they are left out, and it begins the next pass.
+    found = sampler.draw(rows_of(10), 7, generator)
+    assert (found.indices.tolist(), found.epoch, found.last) == ([0, 1, 2, 3, 4, 5, 6], 1, True)
+    assert (sampler.epoch, sampler.between_epochs) == (2, True)
+    with pytest.raises(ValueError, match="expected at most 10, the rows of a pass, because of drop_last; found 11"):
+        sampler.draw(rows_of(10), 11, generator)
 
 
 def test_pass_that_fills_no_batch() -> None:
