@@ -172,7 +172,13 @@ class Pipeline:
         """Number of the pass that a ticket belongs to, drawn or not."""
         if position < len(line.entries):
             return line.entries[position].ticket.draw.epoch
-        return self._source.sampler.epoch
+        return self._next_epoch(line)
+
+    def _next_epoch(self, line: Line) -> int | None:
+        """Number of the pass that the next draw of a line belongs to."""
+        sampler = self._source.sampler
+        epoch = sampler.epoch
+        return epoch if epoch is None else epoch + sampler.leaves_out(line.batch_size)
 
     def _leave(self, line: Line, waiter: Waiter) -> None:
         """A call has ended, by a batch, an error or a cancellation: those behind it go on."""
@@ -263,13 +269,14 @@ class Pipeline:
     def _may_draw(self, line: Line) -> bool:
         sampler = self._source.sampler
         while (waiter := line.next_waiter) is not None:
-            if waiter.within is None or waiter.within.number == sampler.epoch:
+            if waiter.within is None or waiter.within.number == self._next_epoch(line):
                 return self._source.drawable
             line.give_up(waiter)
             waiter.over = True
             waiter.notify()
         # A pass begins when its first batch is asked for, not ahead of it.
-        return line.wants_more and self._source.drawable and not sampler.between_epochs
+        begins = sampler.between_epochs or sampler.leaves_out(line.batch_size)
+        return line.wants_more and self._source.drawable and not begins
 
     def _draw(self, line: Line) -> None:
         draw = self._source.draw(line.batch_size)

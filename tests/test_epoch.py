@@ -260,7 +260,7 @@ async def test_a_crowd_that_waits_for_the_first_items() -> None:
         tasks = [crew.start(collect(stream)) for _ in range(1500)]
         await turns()
         await buffer.extend(rows(8))
-        found = await outcomes(*tasks)
+        found = await outcomes(*tasks, seconds=5.0)
         assert sorted(number for numbers_found in found for number in numbers_found) == list(range(8))
 
 
@@ -532,4 +532,27 @@ async def test_a_pass_may_be_ended_by_another_size() -> None:
         assert numbers(await anext(stream)) == [0, 1, 2, 3]
         assert numbers(await buffer.sample(10)) == [4, 5, 6, 7]
         assert await collect(stream) == []
+        assert await collect(buffer.epoch()) == list(range(8))
+
+
+async def test_prefetching_does_not_begin_a_pass_after_another_size_either() -> None:
+    buffer = make(drop_last=True, prefetch=1)
+    await buffer.extend(rows(14))
+    async with buffer:
+        assert numbers(await buffer.sample()) == [0, 1, 2, 3]
+        assert numbers(await buffer.sample(3)) == [8, 9, 10]
+        # Three rows are left, too few for a batch: what comes next is the next pass, and nobody has asked for it yet.
+        assert numbers(await buffer.sample()) == [4, 5, 6, 7]
+        assert buffer.stats().queued == 0
+        await buffer.extend(rows(2, 14))
+        assert await collect(buffer.epoch()) == list(range(16))
+
+
+async def test_the_rest_of_a_pass_that_is_too_small_for_a_batch() -> None:
+    buffer = make(drop_last=True)
+    await buffer.extend(rows(10))
+    async with buffer:
+        assert numbers(await buffer.sample()) == [0, 1, 2, 3]
+        assert numbers(await buffer.sample(3)) == [4, 5, 6]
+        # "What is left of the pass, or the next pass": nothing that makes a batch is left.
         assert await collect(buffer.epoch()) == list(range(8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -329,34 +328,43 @@ def report(what: str, late: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_batches_of_200_mb_leave_the_loop_free() -> None:
-    row = 1_000_000  # bytes
+    capacity, size, row = 260, 200, 1_000_000  # items, items, bytes
     buffer = ReplayBuffer(
-        TensorStorage(260), batch_size=200, prefetch=2, workers=1, transform=lambda data: {"sum": data["x"].sum()}
+        TensorStorage(capacity), batch_size=size, prefetch=2, transform=lambda data: {"sum": data["x"].sum()}
     )
 
-    async def fill() -> None:
-        for start in range(0, 260, 20):
-            await buffer.extend({"x": torch.full((20, row // 4), float(start))})
+    items = {"x": torch.zeros((20, row // 4))}
 
-    async def consume() -> None:
+    async def fill() -> None:
+        for _ in range(0, capacity, 20):
+            await buffer.extend(items)
+
+    async def read() -> None:
         for _ in range(30):
             await buffer.sample()
 
-    async def both() -> None:
-        writer = asyncio.create_task(write())
-        await consume()
-        writer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await writer
+    async def read_and_write() -> None:
+        async with Crew() as crew:
+            crew.start(write())
+            await read()
 
     async def write() -> None:
-        items = {"x": torch.zeros((20, row // 4))}
         while True:
             await buffer.extend(items)
 
+    async def copy_in_a_plain_thread() -> None:
+        """What the machine does to an event loop beside which another thread copies as much, without this package."""
+        block, out = torch.zeros(capacity, row // 4), torch.empty(size, row // 4)
+        block += 1
+        for _ in range(30):
+            indices = torch.randint(capacity, (size,))
+            await asyncio.to_thread(torch.index_select, block, 0, indices, out=out)
+
     async with buffer:
         report("writing 260 MB", await lags(asyncio.create_task(fill())))
-        reading = report("sampling 200 MB batches", await lags(asyncio.create_task(consume())))
-        both_ways = report("sampling 200 MB batches and writing 20 MB", await lags(asyncio.create_task(both())))
-    assert reading < 0.005
-    assert both_ways < 0.005
+        reading = report("sampling batches of 200 MB", await lags(asyncio.create_task(read())))
+        both = report("the same, and writing 20 MB", await lags(asyncio.create_task(read_and_write())))
+    plain = report("copying in a plain thread", await lags(asyncio.create_task(copy_in_a_plain_thread())))
+    limit = max(0.005, 1.5 * plain)
+    assert reading < limit
+    assert both < limit

@@ -160,30 +160,22 @@ async def check_depths_and_workers(count: int, sampler: str, transform: str, sto
             check_same(found, expected, f"prefetch {depth}, {workers} workers")
 
 
-@pytest.mark.parametrize(
-    ("sampler", "transform", "storage"),
-    [
-        ("random", "sync", "inline"),
-        ("weighted", "async", "large"),
-        ("weighted", "mixed", "threads"),
-        ("passes", "quick", "inline"),
-        ("passes", "sync", "threads"),
-        ("full-passes", "none", "threads"),
-        ("passes", "stateful", "threads"),
-        ("random", "stateful", "inline"),
-    ],
-)
-async def test_depth_workers_and_latency_do_not_show(sampler: str, transform: str, storage: str) -> None:
-    await check_depths_and_workers(35, sampler, transform, storage)
+CASES = [
+    ("random", "sync", "inline"),
+    ("weighted", "async", "large"),
+    ("weighted", "mixed", "threads"),
+    ("passes", "quick", "inline"),
+    ("passes", "sync", "threads"),
+    ("full-passes", "none", "threads"),
+    ("passes", "stateful", "threads"),
+    ("random", "stateful", "inline"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-async def test_depth_workers_and_latency_do_not_show_in_500_batches(sampler: str, transform: str, storage: str) -> None:
-    await check_depths_and_workers(500, sampler, transform, storage)
+@pytest.mark.parametrize(("sampler", "transform", "storage"), CASES)
+@pytest.mark.parametrize("count", [35, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+async def test_depth_workers_and_latency_do_not_show(sampler: str, transform: str, storage: str, count: int) -> None:
+    await check_depths_and_workers(count, sampler, transform, storage)
 
 
 @pytest.mark.parametrize("runs", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])

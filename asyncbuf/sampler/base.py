@@ -104,6 +104,10 @@ class Sampler(ABC):
         """Number of the pass that the next draw belongs to; None for samplers that have no passes."""
         return None
 
+    def leaves_out(self, batch_size: int) -> bool:
+        """Whether a draw of that size would leave out what is left of the pass, and begin the next one."""
+        return False
+
     @property
     def between_epochs(self) -> bool:
         """Whether the next draw begins a pass. Prefetching stops there until a consumer asks for the next pass."""

@@ -116,6 +116,10 @@ class SamplerWithoutReplacement(Sampler):
         """Number of the pass that the next draw belongs to."""
         return self._epoch
 
+    def leaves_out(self, batch_size: int) -> bool:
+        """With ``drop_last``: whether some rows are left, but fewer than a batch."""
+        return self._drop_last and 0 < self._length - self._position < batch_size
+
     @property
     def between_epochs(self) -> bool:
         """Whether the next draw begins a pass."""
