@@ -1,19 +1,20 @@
-"""Double DQN on CartPole-v1: several collectors and one learner around a single `ReplayBuffer`, on one event loop.
+"""Double DQN on CartPole-v1: several collectors and one learner around one `ReplayBuffer`, on one event loop.
 
 What it shows:
 
 - each environment is a coroutine that awaits `buffer.extend(...)`;
 - the learner is a coroutine that takes `async for batch in buffer`, from batches made ready ahead of time;
-- a condition variable keeps one update to a fixed number of environment steps, so that neither side starves the other;
+- a condition variable keeps one update to a fixed number of environment steps, so that neither side starves;
 - a truncated step is stored as not terminated, with its true next observation, so that it still bootstraps;
 - the whole run can be saved while it goes on (`--checkpoint DIR --every N`) and taken up again (`--resume`).
 
-Run it (about a minute on two CPU cores)::
+Run it (less than a minute on two CPU cores)::
 
     pip install asyncbuf gymnasium matplotlib rich uvloop
     python examples/cartpole_dqn.py --seed 0
 
-The learning curve is saved as ``cartpole_dqn.png``. uvloop is optional.
+It ends early once the greedy policy is good, and saves the learning curve as ``cartpole_dqn.png``. uvloop is
+optional.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ if TYPE_CHECKING:
     from asyncbuf import Batch
 
 ENV_ID = "CartPole-v1"
+COLUMNS = (
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TextColumn("{task.fields[rate]:.0f} steps/s, episode return {task.fields[episode]:.0f}"),
+    TextColumn("{task.fields[queued]} batches queued"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +71,12 @@ class Config:
     resume: bool
 
     capacity: int = 100_000
-    steps_per_update: int = 1
+    steps_per_update: int = 2
     hidden: int = 128
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     gamma: float = 0.99
-    polyak: float = 0.005
+    n_step: int = 3
+    polyak: float = 0.01
     max_grad_norm: float = 10.0
     final_epsilon: float = 0.05
     solved_return: float = 490.0
@@ -79,7 +88,7 @@ class Config:
 
     @property
     def updates(self) -> int:
-        """Updates in the whole run."""
+        """Updates in the whole run, if it does not end early."""
         return max(1, (self.steps - self.warmup) // self.steps_per_update)
 
     def epsilon(self, step: int) -> float:
@@ -91,16 +100,23 @@ class Config:
         return int(np.random.SeedSequence((self.seed, *purpose)).generate_state(1)[0])
 
 
+def q_network(hidden: int) -> nn.Sequential:
+    """Observations `[..., 4]` to action values `[..., 2]`, where 1 is the most that any policy could get."""
+    first, last = nn.Linear(4, hidden), nn.Linear(hidden, 2)
+    with torch.no_grad():
+        # The reach of position, velocity, angle and angular velocity: else the angle hardly counts at first.
+        first.weight.div_(torch.tensor([2.4, 2.0, 0.21, 2.0]))
+    # Start from "never falls", so that only falling has to be learned: that takes far fewer updates.
+    nn.init.ones_(last.bias)
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last)
+
+
 class Agent:
-    """Double DQN (van Hasselt et al., 2016) with a Polyak-averaged target network."""
+    """Double DQN (van Hasselt et al., 2016) with multi-step returns and a Polyak-averaged target network."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.online = nn.Sequential(
-            nn.Linear(4, config.hidden), nn.ReLU(),
-            nn.Linear(config.hidden, config.hidden), nn.ReLU(),
-            nn.Linear(config.hidden, 2),
-        )  # fmt: skip
+        self.online = q_network(config.hidden)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.optimizer = torch.optim.Adam(self.online.parameters(), lr=config.learning_rate, fused=True)
         self.rng = np.random.default_rng(config.seed_for(0))
@@ -118,7 +134,9 @@ class Agent:
             next_action = self.online(batch["next_obs"]).argmax(1, keepdim=True)
             next_value = self.target(batch["next_obs"]).gather(1, next_action).squeeze(1)
             # Only a terminal state is worth nothing: an episode cut off by the time limit would have gone on.
-            wanted = batch["reward"] + self.config.gamma * next_value * ~batch["terminated"]
+            future = batch["discount"] * next_value * ~batch["terminated"]
+            # In units of 1 / (1 - gamma), the return of an episode without end: values lie between 0 and 1.
+            wanted = (1 - self.config.gamma) * batch["reward"] + future
         value = self.online(batch["obs"]).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
         loss = nn.functional.smooth_l1_loss(value, wanted)
         self.optimizer.zero_grad()
@@ -135,32 +153,40 @@ class Pace:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.steps = 0
+        # A step is stored up to n_step - 1 steps late. With less of a lead than that in each environment, all
+        # of them could stand still before the buffer holds its min_size.
+        self.lead = config.envs * config.n_step
+        self.taken = [0] * config.envs
         self.updates = 0
         self.changed = asyncio.Condition()
 
-    async def claim_step(self) -> bool:
-        """Waits until one more environment step is due; False once all steps are taken."""
-        config = self.config
-        # Each environment may be one step ahead, otherwise they would take turns with the learner one by one.
-        lead = config.warmup + max(config.envs, config.steps_per_update)
+    @property
+    def steps(self) -> int:
+        """Environment steps taken, of all environments together."""
+        return sum(self.taken)
+
+    @property
+    def needed(self) -> int:
+        """How many environment steps must have been taken before the next update."""
+        return min(self.config.steps, self.config.warmup + self.config.steps_per_update * self.updates)
+
+    async def claim_step(self, index: int) -> bool:
+        """Waits until environment `index` is due for one more step; False once all steps are taken."""
+        # The number of the step if all take turns. With one count for all, some collectors would go on and on
+        # while others wait, because a condition does not serve its waiters in order.
+        number = self.taken[index] * self.config.envs + index
+        if number >= self.config.steps:
+            return False
         async with self.changed:
-            await self.changed.wait_for(
-                lambda: self.steps >= config.steps or self.steps < lead + self.updates * config.steps_per_update
-            )
-            if self.steps >= config.steps:
-                return False
-            self.steps += 1
+            await self.changed.wait_for(lambda: number < self.needed + self.lead)
+            self.taken[index] += 1
             self.changed.notify_all()
-            return True
+        return True
 
     async def claim_update(self) -> None:
         """Waits until one more update is due."""
-        config = self.config
         async with self.changed:
-            await self.changed.wait_for(
-                lambda: self.steps >= min(config.steps, config.warmup + self.updates * config.steps_per_update)
-            )
+            await self.changed.wait_for(lambda: self.steps >= self.needed)
             self.updates += 1
             self.changed.notify_all()
 
@@ -172,48 +198,49 @@ class Run:
     config: Config
     agent: Agent
     pace: Pace
+    best: nn.Sequential
+    resumed_at: int = 0
+    best_return: float = float("-inf")
     episodes: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    best_return: float = float("-inf")
-    best: nn.Module = field(default_factory=nn.Identity)
-
-    def __post_init__(self) -> None:
-        self.best = copy.deepcopy(self.agent.target)
 
     @property
-    def solved(self) -> bool:
-        """Whether the last three evaluations were all good."""
+    def finished(self) -> bool:
+        """Whether all updates are made, or the last three evaluations were all good."""
         recent = [mean for _, mean in self.evaluations[-3:]]
-        return len(recent) == 3 and min(recent) >= self.config.solved_return
+        solved = len(recent) == 3 and min(recent) >= self.config.solved_return
+        return solved or self.pace.updates >= self.config.updates
 
-    def parts(self, buffer: ReplayBuffer) -> dict[str, Any]:
-        """What a checkpoint is made of, beside the plain values."""
-        agent = self.agent
-        modules = {"online": agent.online, "target": agent.target, "best": self.best}
-        return {"buffer": buffer, "optimizer": agent.optimizer, **modules}
+    def parts(self) -> tuple[nn.Module | torch.optim.Optimizer, ...]:
+        """What has a state of its own."""
+        return self.agent.online, self.agent.target, self.best, self.agent.optimizer
 
-    def values(self) -> dict[str, Any]:
-        """The plain values of a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the buffer, but for the environments: those start new episodes."""
         return {
-            "steps": self.pace.steps,
-            "updates": self.pace.updates,
-            "episodes": self.episodes,
-            "evaluations": self.evaluations,
-            "best_return": self.best_return,
+            "parts": [part.state_dict() for part in self.parts()],
             "exploration": self.agent.rng.bit_generator.state,
+            "counts": (self.pace.steps, self.pace.updates),
+            "curves": (self.best_return, self.episodes, self.evaluations),
         }
 
-    async def resume(self, checkpointer: Checkpointer, buffer: ReplayBuffer) -> None:
-        """Goes on from the newest checkpoint. Only the environments start new episodes."""
-        values = (await checkpointer.restore(**self.parts(buffer))).values["values"]
-        self.pace.steps, self.pace.updates = values["steps"], values["updates"]
-        self.episodes, self.evaluations = values["episodes"], values["evaluations"]
-        self.best_return = values["best_return"]
-        self.agent.rng.bit_generator.state = values["exploration"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        for part, part_state in zip(self.parts(), state["parts"], strict=True):
+            part.load_state_dict(part_state)
+        self.agent.rng.bit_generator.state = state["exploration"]
+        steps, self.pace.updates = state["counts"]
+        self.resumed_at = steps
+        # In equal shares, so that it does not matter how many environments there were.
+        self.pace.taken = [len(range(index, steps, self.config.envs)) for index in range(self.config.envs)]
+        self.best_return, episodes, evaluations = state["curves"]
+        self.episodes, self.evaluations = list(episodes), list(evaluations)
 
 
 def evaluate(network: nn.Module, episodes: int, seed: int) -> NDArray[np.float64]:
     """Plays greedy episodes side by side, one per environment; their returns `[episodes]`."""
+    # A setting of the thread for matrix products, so the one of the main thread is not enough.
+    torch.set_num_threads(1)
     envs = gym.make_vec(ENV_ID, num_envs=episodes)
     observations, _ = envs.reset(seed=seed)
     returns = np.zeros(episodes)
@@ -229,59 +256,94 @@ def evaluate(network: nn.Module, episodes: int, seed: int) -> NDArray[np.float64
     return returns
 
 
+Step = tuple["NDArray[np.float32]", int, float]
+
+
+def multi_step(
+    steps: list[Step], starts: int, next_obs: NDArray[np.float32], terminated: bool, gamma: float
+) -> dict[str, NDArray[Any]]:
+    """Items `[starts]`: one from each of the first steps to `next_obs`, which is where all of `steps` led.
+
+    `reward` sums the discounted rewards on the way; `discount` is what the value of `next_obs` counts for.
+    """
+    observations, actions, rewards = zip(*steps, strict=True)
+    weights = gamma ** np.arange(len(steps) + 1, dtype=np.float32)
+    returns = [weights[: len(steps) - start] @ np.array(rewards[start:]) for start in range(starts)]
+    return {
+        "obs": np.stack(observations[:starts]),
+        "action": np.array(actions[:starts], dtype=np.int64),
+        "reward": np.array(returns, dtype=np.float32),
+        "discount": weights[::-1][:starts].copy(),
+        "next_obs": np.repeat(next_obs[None], starts, axis=0),
+        "terminated": np.full(starts, terminated),
+    }
+
+
 async def collect(run: Run, buffer: ReplayBuffer, index: int) -> None:
     """One environment: acts, stores what happened, starts again when an episode ends."""
-    env = gym.make(ENV_ID)
-    observation, _ = env.reset(seed=run.config.seed_for(1, index))
+    config = run.config
+    pending: list[Step] = []
     episode_return = 0.0
-    while await run.pace.claim_step():
-        action = run.agent.act(observation, run.config.epsilon(run.pace.steps))
-        next_observation, reward, terminated, truncated, _ = env.step(action)
-        await buffer.extend(
-            {
-                "obs": observation[None],
-                "action": np.array([action]),
-                "reward": np.array([reward], dtype=np.float32),
-                "next_obs": next_observation[None],
-                "terminated": np.array([terminated]),
-            }
-        )
-        observation = next_observation
-        episode_return += float(reward)
-        if terminated or truncated:
-            run.episodes.append((run.pace.steps, episode_return))
-            observation, _ = env.reset()
-            episode_return = 0.0
-    env.close()
+    with gym.make(ENV_ID) as env:
+        observation, _ = env.reset(seed=config.seed_for(1, index))
+        while await run.pace.claim_step(index):
+            action = run.agent.act(observation, config.epsilon(run.pace.steps))
+            next_observation, reward, terminated, truncated, _ = env.step(action)
+            pending.append((observation, action, float(reward)))
+            observation = next_observation
+            episode_return += float(reward)
+            ended = terminated or truncated
+            if ended or len(pending) == config.n_step:
+                # The last steps of an episode have no n_step steps after them: they are stored all at once.
+                starts = len(pending) if ended else 1
+                await buffer.extend(multi_step(pending, starts, observation, terminated, config.gamma))
+                del pending[:starts]
+            if ended:
+                run.episodes.append((run.pace.steps, episode_return))
+                observation, _ = env.reset()
+                episode_return = 0.0
+        if pending:  # The run ends amid an episode, as if it were truncated.
+            await buffer.extend(multi_step(pending, len(pending), observation, False, config.gamma))
 
 
-async def learn(run: Run, buffer: ReplayBuffer, checkpointer: Checkpointer | None, report: Callable[[], None]) -> None:
+async def assess(run: Run) -> None:
+    """Plays greedy episodes with the averaged network, and keeps a copy of it if it is the best so far."""
+    config, network = run.config, run.agent.target
+    # In a thread, because it is long. The learner, which alone changes the network, waits meanwhile.
+    returns = await asyncio.to_thread(evaluate, network, config.eval_episodes, config.seed_for(2))
+    mean = float(returns.mean())
+    run.evaluations.append((run.pace.steps, mean))
+    if mean >= run.best_return:
+        run.best_return = mean
+        run.best.load_state_dict(network.state_dict())
+
+
+async def learn(
+    run: Run,
+    buffer: ReplayBuffer,
+    saver: Checkpointer | None,
+    show: Callable[[], None],
+) -> None:
     """Updates the agent batch by batch, and now and then plays greedy episodes to keep the best network."""
     config, pace = run.config, run.pace
     async for batch in buffer:
+        # Before the update, because a run that is resumed may have been finished already.
+        if run.finished:
+            return
         await pace.claim_update()
         run.agent.update(batch)
-        if pace.updates % 100 == 0 or pace.updates == config.updates:
-            report()
-        if pace.updates % max(1, config.updates // 40) == 0 or pace.updates == config.updates:
-            # In a thread, because it is long. The network stands still meanwhile: only this coroutine changes it.
-            returns = await asyncio.to_thread(evaluate, run.agent.target, config.eval_episodes, config.seed_for(2))
-            run.evaluations.append((pace.steps, float(returns.mean())))
-            if returns.mean() >= run.best_return:
-                run.best_return = float(returns.mean())
-                run.best.load_state_dict(run.agent.target.state_dict())
-        if checkpointer is not None and pace.updates % config.every == 0:
-            # Between two updates, so that weights, optimizer and buffer belong together. Collectors go on meanwhile.
-            await checkpointer.save(pace.updates, values=run.values(), **run.parts(buffer))
-        if pace.updates == config.updates or run.solved:
-            return
+        if pace.updates % max(1, config.updates // 40) == 0 or run.finished:
+            await assess(run)
+        if pace.updates % 100 == 0 or run.finished:
+            show()
+        if saver is not None and (pace.updates % config.every == 0 or run.finished):
+            # Between two updates, so that weights, optimizer and buffer belong together.
+            await saver.save(pace.updates, buffer=buffer, run=run)
 
 
-async def train(config: Config, progress: Progress) -> Run:
-    """Runs the collectors and the learner until all steps are taken and learned from."""
-    torch.manual_seed(config.seed_for(3))  # the initial weights
-    run = Run(config, Agent(config), Pace(config))
-    buffer = ReplayBuffer(
+def make_buffer(config: Config) -> ReplayBuffer:
+    """The buffer that collectors and learner share."""
+    return ReplayBuffer(
         TensorStorage(config.capacity),
         sampler=RandomSampler(),
         batch_size=config.batch_size,
@@ -290,44 +352,52 @@ async def train(config: Config, progress: Progress) -> Run:
         min_size=config.warmup,
         generator=torch.Generator().manual_seed(config.seed),
     )
+
+
+async def train(config: Config, progress: Progress) -> Run:
+    """Runs the collectors and the learner until the learner is done."""
+    torch.manual_seed(config.seed_for(3))  # the initial weights
+    agent = Agent(config)
+    run = Run(config, agent, Pace(config), best=copy.deepcopy(agent.target))
+    buffer = make_buffer(config)
+    saver = None if config.checkpoint is None else Checkpointer(config.checkpoint)
+    if saver is not None and config.resume and saver.latest() is not None:
+        await saver.restore(buffer=buffer, run=run)
     started = time.perf_counter()
-    bar = progress.add_task("train", total=config.steps, rate=0.0, episode=float("nan"), queued=0)
+    bar = progress.add_task("train", total=config.steps, rate=0.0, episode=0.0, queued=0)
 
-    def report() -> None:
-        recent = [episode for _, episode in run.episodes[-20:]]
-        progress.update(
-            bar,
-            completed=run.pace.steps,
-            rate=run.pace.steps / (time.perf_counter() - started),
-            episode=sum(recent) / max(1, len(recent)),
-            queued=buffer.stats().queued,
-        )
+    def show() -> None:
+        rate = (run.pace.steps - run.resumed_at) / (time.perf_counter() - started)
+        episode = float(np.mean([episode for _, episode in run.episodes[-20:]] or [0.0]))
+        queued = buffer.stats().queued
+        progress.update(bar, completed=run.pace.steps, rate=rate, episode=episode, queued=queued)
 
-    checkpointer = None if config.checkpoint is None else Checkpointer(config.checkpoint)
-    if checkpointer is not None and config.resume and checkpointer.latest() is not None:
-        await run.resume(checkpointer, buffer)
     async with buffer, asyncio.TaskGroup() as tasks:
         collectors = [tasks.create_task(collect(run, buffer, index)) for index in range(config.envs)]
-        await learn(run, buffer, checkpointer, report)
+        await learn(run, buffer, saver, show)
         for collector in collectors:
             collector.cancel()
-    report()
     return run
+
+
+def split(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """Horizontal and vertical positions; a run of a few steps may have none."""
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def plot(run: Run, path: Path) -> None:
     """Saves the learning curve: training episodes, and greedy evaluations."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot it needs no display
     axes = figure.add_subplot(xlabel="environment steps", ylabel="episode return", title=ENV_ID)
-    axes.plot(*np.array(run.episodes).T, ".", markersize=3, alpha=0.4, label="training episodes")
-    axes.plot(*np.array(run.evaluations).T, "o-", markersize=4, label="greedy evaluation (mean)")
+    axes.plot(*split(run.episodes), ".", markersize=4, alpha=0.4, label="training episodes")
+    axes.plot(*split(run.evaluations), "o-", markersize=4, label="greedy evaluation (mean)")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, else asyncio's own loop."""
+    """The loop of uvloop where it is installed, else that of asyncio."""
     try:
         import uvloop
     except ImportError:
@@ -337,40 +407,40 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def parse_arguments() -> Config:
     """Reads the command line."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Double DQN on CartPole-v1")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40_000)
+    parser.add_argument("--steps", type=int, default=30_000, help="environment steps in all")
     parser.add_argument("--envs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--prefetch", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--eval-episodes", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=Path())
+    parser.add_argument("--output", type=Path, default=Path(), help="directory for the picture")
     parser.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the whole run")
-    parser.add_argument("--every", type=int, default=5_000, help="updates between two checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--every", type=int, default=1_000, help="updates between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     return Config(**vars(parser.parse_args()))
 
 
 def main() -> None:
+    """Trains, plays the final episodes, draws the curve."""
     config = parse_arguments()
     torch.set_num_threads(1)
     started = time.perf_counter()
-    numbers = "{task.fields[rate]:.0f} steps/s, return {task.fields[episode]:.0f}, {task.fields[queued]} batches queued"
-    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn(numbers)]
     with (
-        Progress(*columns, disable=not config.progress) as progress,
+        Progress(*COLUMNS, disable=not config.progress) as progress,
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
         run = runner.run(train(config, progress))
     returns = evaluate(run.best, config.eval_episodes, config.seed_for(4))
     seconds = time.perf_counter() - started
+    rate = (run.pace.steps - run.resumed_at) / seconds
     path = config.output / "cartpole_dqn.png"
     plot(run, path)
     print(
         f"seed {config.seed}: mean return {returns.mean():.1f} over {config.eval_episodes} episodes, "
-        f"{run.pace.steps} steps in {seconds:.1f} s ({run.pace.steps / seconds:.0f} steps/s), curve: {path}"
+        f"{run.pace.steps} steps in {seconds:.1f} s ({rate:.0f} steps/s), curve: {path}"
     )
 
 
