@@ -893,6 +893,43 @@ async def test_closing_and_opening_again_goes_on_exactly(depth: int, kind: str, 
     check_same(found[:40], expected)
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_closing_while_a_stateful_transform_runs(depth: int) -> None:
+    stop = Stop()
+
+    class Count:
+        """Numbers the batches."""
+
+        seen = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"seen": self.seen}
+
+        def __call__(self, data: Any) -> Any:
+            self.seen += 1
+            if self.seen == 3:
+                stop()
+            return {**data, "seen": torch.full((4,), self.seen)}
+
+    buffer = in_order(Count(), prefetch=depth)
+    await buffer.extend(rows(80))
+    async with Crew() as crew:
+        await buffer.open()
+        seen: list[int] = []
+        while len(seen) < 2:
+            seen.append(int((await buffer.sample())["seen"][0]))
+        waiting = crew.start(buffer.sample())
+        await stop.come.reached()
+        close = crew.start(buffer.aclose())
+        await turns()
+        stop.go.set()
+        await outcomes(waiting, close)
+        async with buffer:
+            # What the thread made is kept: made again, it would be another.
+            seen += [int((await within(buffer.sample()))["seen"][0]) for _ in range(5)]
+        assert seen == [1, 2, 3, 4, 5, 6, 7]
+
+
 async def test_calls_while_the_buffer_is_being_opened() -> None:
     for steps in range(6):
         for threads in (False, True):
@@ -1231,6 +1268,8 @@ async def main(way):
         kept.append(asyncio.create_task(buffer.sample()))
         await asyncio.sleep(0.02)
 
+# A shell lets programs that it starts in the background ignore the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 kept = []
 for way in sys.argv[1:]:
     for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
