@@ -101,7 +101,8 @@ class Background:
             await self._work()
             ended = RuntimeError("a background task of the buffer ended")
         except asyncio.CancelledError:
-            if self.stopping or self._reported:
+            # Where the supervisor is being cancelled too, as when asyncio.run ends, it is the one to tell.
+            if self.stopping or self._reported or self._task.cancelling():
                 return  # the task would keep the error, and the error the frames of the work
             # A task group takes a cancelled child for a finished one. Waiting consumers would never hear of it.
             ended = RuntimeError("a background task of the buffer was cancelled from outside")

@@ -219,7 +219,10 @@ class ReplayBuffer(Persistent):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     async def extend(self, items: Any) -> torch.Tensor:
-        """Write items. Either all of them are written or, with an error or a cancelled wait, none.
+        """Write items: all of them or, with an error, none.
+
+        A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
+        with more than 128 KiB, all of them are written before the call ends as cancelled.
 
         Args:
             items: a tree whose leaves have shape ``[items, *item]``, which are copied; for ``ListStorage`` a sequence
@@ -259,7 +262,7 @@ class ReplayBuffer(Persistent):
 
     async def _write_in_thread(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> torch.Tensor:
         threads = self._pipeline.threads
-        async with self._gate.exclusive():
+        async with self._gate.turn(alone=True):
             prepared = self._confirmed(prepared, prepare)
             placement = self._source.place(prepared)
             copied = threads.copy(self._storage.write, prepared, placement.runs)
@@ -278,7 +281,7 @@ class ReplayBuffer(Persistent):
     def _confirmed(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> Prepared:
         """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
         self._check_writable()
-        return prepare() if prepared.first else prepared
+        return prepared if self._storage.is_current(prepared) else prepare()
 
     def _commit(self, placement: Placement) -> torch.Tensor:
         rows = self._source.commit(placement)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -24,22 +24,22 @@ class _Turn:
     """A place in the queue.
 
     Attributes:
-        run: what to do when the turn comes.
+        run: what a draw does when its turn comes; None where a coroutine waits, which does it itself.
         alone: whether holds must be gone by then.
-        waiter: resolved when the turn has come, or will not; None for a draw, for which nobody waits here.
-        result: what ``run`` returned.
-        error: what it raised, or why the turn will not come. Kept here and not in the future: an error that is raised
-            out of a future holds the frames that hold the future.
+        waiter: resolved when the turn has come, or will not; None for a draw.
+        error: why the turn will not come. Kept here and not in the future: an error that is raised out of a future
+            holds the frames that hold the future.
         came: whether the turn has come.
     """
 
-    __slots__ = ("alone", "came", "error", "result", "run", "waiter")
+    __slots__ = ("alone", "came", "error", "run", "waiter")
 
-    def __init__(self, run: Callable[[], Any], *, alone: bool, waiter: asyncio.Future[None] | None) -> None:
+    def __init__(
+        self, *, alone: bool, run: Callable[[], None] | None = None, waiter: asyncio.Future[None] | None = None
+    ) -> None:
         self.run = run
         self.alone = alone
         self.waiter = waiter
-        self.result: Any = None
         self.error: BaseException | None = None
         self.came = False
 
@@ -47,18 +47,6 @@ class _Turn:
     def given_up(self) -> bool:
         """Whether nobody waits for it any more."""
         return self.waiter is not None and self.waiter.done()
-
-    def come(self) -> None:
-        """Its time is there."""
-        self.came = True
-        if self.waiter is None:
-            self.run()
-            return
-        try:
-            self.result = self.run()
-        except BaseException as error:  # whatever it is, it belongs to the coroutine that asked
-            self.error = error
-        self.waiter.set_result(None)
 
     def refuse(self, error: BaseException) -> None:
         """Its time will not come."""
@@ -83,7 +71,7 @@ class HistoryGate:
 
     @property
     def writing(self) -> bool:
-        """Whether a thread is copying a write."""
+        """Whether somebody whose turn has come is at it."""
         return self._writing
 
     @property
@@ -93,7 +81,7 @@ class HistoryGate:
 
     def draw(self, action: Callable[[], None]) -> None:
         """Do something as soon as every write asked for before it has taken effect: now, if none is waiting."""
-        self._queue.append(_Turn(action, alone=False, waiter=None))
+        self._queue.append(_Turn(alone=False, run=action))
         self._pump()
 
     def hold(self) -> None:
@@ -113,7 +101,7 @@ class HistoryGate:
             alone: whether it must wait until no rows are being read (a write), or not (a priority update).
 
         Returns:
-            What the action returns. A cancelled wait has not done the action, unless its turn had come already.
+            What the action returns. A cancelled call has not done it.
         """
         if not self._queue and not self._writing and not self._pumping and not (alone and self._holds):
             self._pumping = True  # draws that the action asks for come after it
@@ -122,32 +110,27 @@ class HistoryGate:
             finally:
                 self._pumping = False
                 self._pump()
-        turn = self._queued(action, alone=alone)
-        await self._wait(turn)
-        return cast("T", turn.result)
+        async with self.turn(alone=alone):
+            return action()
 
     @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        """Hold everything else off while a thread copies a write."""
+    async def turn(self, *, alone: bool) -> AsyncIterator[None]:
+        """Wait for a turn, and hold everything behind it off until the block ends.
 
-        def begin() -> None:
-            self._writing = True
-
-        turn = self._queued(begin, alone=True)
+        What is done in the block is done by the task that waited. So a call that is cancelled while it waits has done
+        nothing, even if its turn came in the very step in which it was cancelled.
+        """
+        turn = _Turn(alone=alone, waiter=asyncio.get_running_loop().create_future())
+        self._queue.append(turn)
+        self._pump()
         try:
             await self._wait(turn)
             yield
         finally:
-            # The turn may have come in the very step in which the wait was cancelled: look at the turn, not the wait.
+            # Look at the turn, not at the wait: both may have come to an end in one step.
             if turn.came:
                 self._writing = False
                 self._pump()
-
-    def _queued(self, run: Callable[[], Any], *, alone: bool) -> _Turn:
-        turn = _Turn(run, alone=alone, waiter=asyncio.get_running_loop().create_future())
-        self._queue.append(turn)
-        self._pump()
-        return turn
 
     async def _wait(self, turn: _Turn) -> None:
         assert turn.waiter is not None
@@ -172,8 +155,11 @@ class HistoryGate:
                 if turn.alone and self._holds and not turn.given_up:
                     return
                 self._queue.popleft()
-                if not turn.given_up:
-                    turn.come()
+                if turn.run is not None:
+                    turn.run()
+                elif turn.waiter is not None and not turn.given_up:
+                    turn.came = self._writing = True
+                    turn.waiter.set_result(None)
         except BaseException:
             self._pumping = False
             self._pump()  # an error in one turn stops none of those behind it

@@ -76,7 +76,7 @@ class Persistent:
         await self._turn()
         async with self._pipeline.holding():
             await self._pipeline.settle(timeout)
-            async with self._gate.exclusive():
+            async with self._gate.turn(alone=True):
                 self._frozen_by = asyncio.current_task()
                 try:
                     yield self

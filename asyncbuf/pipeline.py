@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -109,7 +110,9 @@ class Pipeline:
             line.notify_all()
 
     def _crash(self, error: BaseException) -> None:
-        logger.error("the background work of the buffer ended: %r", error, exc_info=error)
+        # Cancelled as a whole: the event loop is being shut down, with a buffer that was left open.
+        level = logging.DEBUG if isinstance(error, asyncio.CancelledError) else logging.ERROR
+        logger.log(level, "the background work of the buffer ended: %r", error, exc_info=error)
 
         def reason() -> Exception:
             failure = BufferFailedError(f"the background work of the buffer ended: {error!r}")

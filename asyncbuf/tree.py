@@ -96,6 +96,11 @@ def _dataclass(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequenc
     return names, [getattr(value, name) for name in names], None
 
 
+def _by_name_of(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], aux: None, batch: int | None) -> Any:
+    # By name and not by position: the class may have been written anew since the structure was saved.
+    return kind(**dict(zip(keys, children, strict=True)))
+
+
 _DICT = Container(
     "dict",
     _mapping,
@@ -104,11 +109,11 @@ _DICT = Container(
 )
 _LIST = Container("list", _sequence, lambda kind, keys, children, aux, batch: list(children), False)
 _TUPLE = Container("tuple", _sequence, lambda kind, keys, children, aux, batch: tuple(children), False)
-_NAMED_TUPLE = Container("namedtuple", _named_tuple, lambda kind, keys, children, aux, batch: kind(*children))
+_NAMED_TUPLE = Container("namedtuple", _named_tuple, _by_name_of)
 _DATACLASS = Container(
     "dataclass",
     _dataclass,
-    lambda kind, keys, children, aux, batch: kind(**dict(zip(keys, children, strict=True))),
+    _by_name_of,
 )
 _BUILT_IN = (_DICT, _LIST, _TUPLE, _NAMED_TUPLE, _DATACLASS)
 _registered: dict[type, Container] = {}
@@ -146,6 +151,15 @@ def register_family(container: Container, belongs: Callable[[type], bool]) -> No
     _by_name[container.name] = container
     _finders.append(lambda cls: container if belongs(cls) else None)
     _looked_up.clear()
+
+
+def field_names(kind: str, cls: Any) -> set[str] | None:
+    """The keys that values of a class have today; None where the class does not say."""
+    if kind == _NAMED_TUPLE.name:
+        return set(getattr(cls, "_fields", ()))
+    if kind == _DATACLASS.name:
+        return {field.name for field in dataclasses.fields(cls) if field.init}
+    return None
 
 
 def container_names() -> set[str]:
@@ -200,12 +214,23 @@ def flatten(tree: Any, *, batched: bool) -> tuple[list[Any], Spec]:
     return leaves, _flatten_into(tree, batched, leaves)
 
 
+def _taken_apart(
+    container: Container, tree: Any, batched: bool
+) -> tuple[tuple[Hashable, ...], Sequence[Any], Hashable]:
+    keys, children, aux = container.flatten(tree, batched)
+    if len(keys) != len(children) or len(set(keys)) != len(keys):
+        raise SchemaError(
+            f"{container.name}: expected one key per child, each once, found {list(keys)} for {len(children)} children"
+        )
+    return keys, children, aux
+
+
 def _flatten_into(tree: Any, batched: bool, leaves: list[Any]) -> Spec:
     container = _container_of(type(tree))
     if container is None:
         leaves.append(tree)
         return LEAF
-    keys, children, aux = container.flatten(tree, batched)
+    keys, children, aux = _taken_apart(container, tree, batched)
     specs = tuple(_flatten_into(child, batched, leaves) for child in children)
     return Spec(container.name, type(tree) if container.keeps_type else None, keys, specs, aux)
 
@@ -241,7 +266,7 @@ def _flatten_like_into(spec: Spec, tree: Any, batched: bool, path: str, leaves: 
     if container is None:
         leaves.append(tree)
         return
-    keys, children, aux = container.flatten(tree, batched)
+    keys, children, aux = _taken_apart(container, tree, batched)
     if set(keys) != set(spec.keys):
         missing = [key for key in spec.keys if key not in keys]
         extra = [key for key in keys if key not in spec.keys]

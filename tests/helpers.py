@@ -152,9 +152,11 @@ class ThreadedStorage(TensorStorage):
         super().__init__(capacity)
         self.on_write = on_write
         self.on_gather = on_gather
+        self.writes_in_threads = True
 
     def prepare(self, items: Any) -> Prepared:
-        return dataclasses.replace(super().prepare(items), nbytes=_LARGE)
+        prepared = super().prepare(items)
+        return dataclasses.replace(prepared, nbytes=_LARGE) if self.writes_in_threads else prepared
 
     def prepare_one(self, item: Any) -> Prepared:
         return dataclasses.replace(super().prepare_one(item), nbytes=_LARGE)

@@ -1282,7 +1282,8 @@ for way in sys.argv[1:]:
 """
 
 
-def left_open(*ways: str) -> list[str]:
+def left_open(*ways: str) -> tuple[list[str], str]:
+    """What it prints, and what it complains about."""
     pytest.importorskip("uvloop")
     process = subprocess.run(
         [sys.executable, "-W", "error", "-c", LEFT_OPEN, *ways],
@@ -1292,20 +1293,20 @@ def left_open(*ways: str) -> list[str]:
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout.splitlines()
+    return process.stdout.splitlines(), process.stderr
 
 
 @pytest.mark.timeout(170)  # it imports torch in a process of its own, which takes long on a busy machine
 def test_a_program_may_end_with_an_open_buffer() -> None:
     expected = [line for way in ("idle", "waiting", "thread") for line in [f"{way} ended []"] * 2]
     expected += ["interrupted", "interrupt ended []"] * 2
-    assert left_open("idle", "waiting", "thread", "interrupt") == expected
+    assert left_open("idle", "waiting", "thread", "interrupt") == (expected, "")
 
 
 @pytest.mark.timeout(170)
 def test_a_transform_that_exits_tells_those_who_wait() -> None:
     line = f"{['BufferFailedError'] * 5} {{'SystemExit(3)'}}"
-    assert left_open("exit") == [line, "exit ended []"] * 2
+    assert left_open("exit")[0] == [line, "exit ended []"] * 2
 
 
 def test_a_buffer_outlives_the_event_loop_it_was_left_open_in() -> None:

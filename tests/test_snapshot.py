@@ -38,7 +38,7 @@ from asyncbuf import (
 )
 from asyncbuf.testing import WAYS, assert_same_batch, difference
 
-from .helpers import SECONDS, Crew, Stop, ThreadedStorage, background_tasks, seeded, turns, within
+from .helpers import SECONDS, Crew, Stop, ThreadedStorage, background_tasks, seeded, turns, until, within
 from .resume_helpers import (
     Average,
     Blocking,
@@ -1421,11 +1421,54 @@ async def test_a_restore_cancelled_at_random_moments_is_all_or_nothing() -> None
             await asyncio.gather(task, return_exceptions=True)
             batches = await take(target, 2)
             was_restored = batches[0].number == new[0].number
+            assert was_restored == (not task.cancelled())
             outcomes.add(was_restored)
             for found, expected in zip(batches, new if was_restored else old, strict=True):
                 assert_same_batch(found, expected)
             assert len(target) == (20 if was_restored else 12)
     assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
+async def test_a_write_that_waits_while_a_restore_changes_the_order_of_fields(threads: bool) -> None:
+    def items(*names: str) -> dict[str, torch.Tensor]:
+        return {name: torch.full((4,), ord(name)) for name in names}
+
+    source = buffer_with()
+    await source.extend(items("b", "a"))
+    snapshot = await source.snapshot()
+
+    planned, copying = Stop(), Stop()
+
+    class SlowStorage(ThreadedStorage):
+        def thaw(self, meta: Any, chunks: Any) -> Callable[[], None]:
+            make_live = super().thaw(meta, chunks)
+            planned()
+            return make_live
+
+    storage = SlowStorage(ITEMS)
+    target = buffer_with(storage=storage)
+    # The class of the storage is part of what must agree.
+    snapshot._state["config"]["storage"] = "SlowStorage"
+    async with target, Crew() as crew:
+        restore = crew.start(target.restore(snapshot))
+        await planned.come.reached()  # it saw an empty storage
+        await target.extend(items("a", "b"))
+        storage.on_write = copying
+        first = crew.start(target.extend(items("a", "b")))
+        await copying.come.reached()
+        storage.on_write = lambda: None
+        planned.go.set()
+        await until(lambda: target.stats().waiting_writers == 1)
+        storage.writes_in_threads = threads
+        second = crew.start(target.extend(items("a", "b")))
+        await turns()
+        copying.go.set()
+        await within(asyncio.gather(restore, first, second))
+        assert len(target) == 8
+        batch = await within(target.sample(64))
+        assert batch["a"].tolist() == [ord("a")] * 64
+        assert batch["b"].tolist() == [ord("b")] * 64
 
 
 # -- among writers ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
-from asyncbuf import Container, SchemaError, register_container, tree
+from asyncbuf import CheckpointMismatchError, Container, SchemaError, register_container, register_type, tree
+from asyncbuf.checkpoint.structure import structure_from_plain, structure_to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -537,3 +538,47 @@ def test_deep_tree() -> None:
     leaves, spec = tree.flatten(value, batched=False)
     assert leaves == [1]
     assert same(tree.unflatten(spec, leaves), value)
+
+
+@pytest.mark.parametrize(("keys", "children"), [(("a", "a"), [1, 2]), (("a", "b"), [1]), (("a",), [1, 2])])
+def test_container_whose_keys_and_children_do_not_match(keys: tuple[str, ...], children: list[int]) -> None:
+    class Broken:
+        pass
+
+    name = f"tests.Broken{keys}{children}"
+    register_container(Broken, Container(name, lambda value, batched: (keys, children, None), lambda *_: Broken()))
+    message = rf"expected one key per child, each once, found \[.*\] for {len(children)} children"
+    with pytest.raises(SchemaError, match=message):
+        tree.flatten(Broken(), batched=False)
+    spec = tree.Spec(name, Broken, keys, (tree.LEAF,) * len(keys))
+    with pytest.raises(SchemaError, match=message):
+        tree.flatten_like(spec, Broken(), batched=False)
+
+
+# -- classes that change between a save and a load ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
+def test_fields_in_another_order_find_their_names(kind: str) -> None:
+    classes: Any = {
+        "namedtuple": (NamedTuple("Old", [("x", Any), ("y", Any)]), NamedTuple("New", [("y", Any), ("x", Any)])),
+        "dataclass": tuple(dataclasses.make_dataclass("Old", names) for names in (["x", "y"], ["y", "x"])),
+    }
+    old, new = classes[kind]
+    leaves, spec = tree.flatten(old(x=1, y=2), batched=False)
+    back = tree.unflatten(dataclasses.replace(spec, type=new), leaves)
+    assert (type(back), back.x, back.y) == (new, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
+@pytest.mark.parametrize("names", [["x"], ["x", "y", "z"], ["x", "w"]])
+def test_other_fields_in_a_saved_structure_are_refused(kind: str, names: list[str]) -> None:
+    make: Any = namedtuple if kind == "namedtuple" else dataclasses.make_dataclass
+    cls = make("Point", ["x", "y"])
+    name = f"tests.{kind}{names}"
+    register_type(cls, name=name)
+    plain = structure_to_plain(tree.flatten(cls(1, 2), batched=False)[1])
+    assert structure_from_plain(plain).type is cls
+    plain |= {"keys": names, "children": [None] * len(names)}
+    with pytest.raises(CheckpointMismatchError, match=r"expected the fields \['x', 'y'\], found"):
+        structure_from_plain(plain)

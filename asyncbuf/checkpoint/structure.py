@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncbuf.checkpoint.codec import decode, encode, registered_name, registered_type
-from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.tree import LEAF, Spec, container_names
+from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError
+from asyncbuf.tree import LEAF, Spec, container_names, field_names
 
 
 def structure_to_plain(spec: Spec) -> Any:
@@ -31,6 +31,7 @@ def structure_from_plain(plain: Any) -> Spec:
 
     Raises:
         CheckpointCorruptError: it is no structure, or names a type that is not registered.
+        CheckpointMismatchError: a class has other fields by now.
     """
     if plain is None:
         return LEAF
@@ -48,5 +49,8 @@ def structure_from_plain(plain: Any) -> Spec:
     if plain["kind"] not in container_names():
         raise CheckpointCorruptError(f"expected a kind of {sorted(container_names())}, found {plain['kind']!r}")
     kind = None if plain["type"] is None else registered_type(plain["type"])
+    names = None if kind is None else field_names(plain["kind"], kind)
+    if names is not None and set(keys) != names:
+        raise CheckpointMismatchError(f"{plain['type']}: expected the fields {sorted(names)}, found {keys}")
     specs = tuple(structure_from_plain(child) for child in children)
     return Spec(plain["kind"], kind, tuple(keys), specs, decode(plain["aux"]))

@@ -39,14 +39,13 @@ class Prepared:
         count: number of items.
         nbytes: bytes that writing them moves.
         payload: what the storage that prepared them wants to find again.
-        first: whether the structure of an item was not known yet. Such items are prepared again in their turn, since
-            another write may decide it first.
+        basis: what they were checked against, for ``Storage.is_current``.
     """
 
     count: int
     nbytes: int
     payload: Any
-    first: bool = False
+    basis: Any = None
 
 
 class Storage(ABC):
@@ -86,6 +85,14 @@ class Storage(ABC):
     @abstractmethod
     def prepare_one(self, item: Any) -> Prepared:
         """Check one item, without a leading axis; otherwise as ``prepare``."""
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether items may be written as they were prepared.
+
+        They wait for their turn in between, and another write, or a restore, may decide the structure of an item
+        meanwhile. Where it did, they are prepared again.
+        """
+        return True
 
     @abstractmethod
     def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:

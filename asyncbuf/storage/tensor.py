@@ -72,6 +72,10 @@ class TensorStorage(Storage):
         spec, leaves = _taken_apart(known, item, batched=False)
         return _checked(known, spec, leaves, 1, _as_item)
 
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether the rows that items were checked against are still the ones in use."""
+        return prepared.basis is self._rows
+
     def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
         """Copy prepared items into rows; the first ones decide how rows are laid out."""
         arrays, spec, fields = prepared.payload
@@ -161,6 +165,7 @@ class TensorStorage(Storage):
     def _replace(self, rows: RowMemory | None, count: int) -> None:
         if rows is not None or self._rows is None:
             self._rows = rows
+            self._frozen.clear()  # snapshots of the old rows: nobody writes to those any more
         self._filled = count
 
 
@@ -198,7 +203,7 @@ def _checked(
                 f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
             )
         arrays.append(array)
-    return Prepared(count, count * known.row_nbytes, (arrays, spec, known.fields))
+    return Prepared(count, count * known.row_nbytes, (arrays, spec, known.fields), basis=known)
 
 
 def _first(
@@ -216,4 +221,4 @@ def _first(
         arrays.append(array)
         fields.append(Field(path, dtype, array.shape[1:]))
     nbytes = count * sum(field.nbytes for field in fields)
-    return Prepared(count, nbytes, (arrays, spec, tuple(fields)), first=True)
+    return Prepared(count, nbytes, (arrays, spec, tuple(fields)))

@@ -46,7 +46,7 @@ def test_any_object_comes_back_itself() -> None:
     item = object()
     storage = ListStorage(2)
     prepared = storage.prepare_one(item)
-    assert (prepared.count, prepared.first) == (1, False)
+    assert (prepared.count, storage.is_current(prepared)) == (1, True)
     storage.write(prepared, [Run(0, 0, 1)])
     extend(storage, [None], row=1)
     found = gather(storage, 0, 1)

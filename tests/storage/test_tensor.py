@@ -473,14 +473,15 @@ def test_gather_before_the_first_write() -> None:
 
 def test_structure_is_decided_by_the_first_write_and_not_by_what_was_prepared() -> None:
     storage = TensorStorage(2)
-    assert storage.prepare({"x": torch.ones(2)}).first
+    early = storage.prepare({"x": torch.ones(2)})
+    assert storage.is_current(early)
     assert not storage.fields
     assert storage.gather_nbytes(5) == 0
     first = storage.prepare({"y": torch.ones(2, 3)})
-    assert first.first
     storage.write(first, [Run(0, 0, 2)])
     assert storage.fields == (Field("y", torch.float32, (3,)),)
-    assert not storage.prepare({"y": torch.ones(1, 3)}).first
+    assert not storage.is_current(early)
+    assert storage.is_current(storage.prepare({"y": torch.ones(1, 3)}))
 
 
 def test_sizes_in_bytes() -> None:
