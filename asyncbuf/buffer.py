@@ -97,6 +97,8 @@ class ReplayBuffer(Persistent):
         if self._batch_size is not None:
             self._sampler.check(storage.capacity, self._batch_size)
         self._storage = storage
+        # Those in line, those being made, and those that consumers work on.
+        storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
         self._source = Source(storage, self._writer, self._sampler, self._generator, min_size)
         if collate_fn is not None and not callable(collate_fn):
@@ -343,8 +345,11 @@ class ReplayBuffer(Persistent):
             WrongLoopError: the buffer belongs to another event loop.
         """
         await self._turn()
-        batch = await self._pipeline.take(self._line(batch_size))
-        assert batch is not None  # only a call for a certain pass gets none
+        line = self._line(batch_size)
+        batch = self._pipeline.take_now(line)
+        if batch is None:
+            batch = await self._pipeline.take(line)
+            assert batch is not None  # only a call for a certain pass gets none
         return batch
 
     def _line(self, batch_size: int | None) -> Line:
@@ -376,7 +381,9 @@ class ReplayBuffer(Persistent):
     async def next_of(self, stream: BatchStream) -> Batch | None:
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
         await self._turn()
-        return await self._pipeline.take(self._line(None), stream.within)
+        line = self._line(None)
+        batch = self._pipeline.take_now(line) if stream.within is None else None
+        return batch if batch is not None else await self._pipeline.take(line, stream.within)
 
     @property
     def was_opened(self) -> bool:

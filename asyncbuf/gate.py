@@ -75,6 +75,11 @@ class HistoryGate:
         return self._writing
 
     @property
+    def is_free(self) -> bool:
+        """Whether a draw that is asked for now takes effect now."""
+        return not (self._queue or self._writing or self._pumping)
+
+    @property
     def waiting_writers(self) -> int:
         """Number of writes that were asked for and have not begun."""
         return sum(turn.alone and not turn.given_up for turn in self._queue)
@@ -103,7 +108,7 @@ class HistoryGate:
         Returns:
             What the action returns. A cancelled call has not done it.
         """
-        if not self._queue and not self._writing and not self._pumping and not (alone and self._holds):
+        if self.is_free and not (alone and self._holds):
             self._pumping = True  # draws that the action asks for come after it
             try:
                 return action()

@@ -92,6 +92,13 @@ class Pass:
         self.number: int | None = None
         self.begun = False
 
+    def takes(self, entry: Entry) -> bool:
+        """Whether a ticket belongs to it. If none did so far, it may turn out to be an earlier pass than expected."""
+        epoch = entry.ticket.draw.epoch
+        if not self.begun and epoch is not None and self.number is not None and epoch < self.number:
+            self.number = epoch  # a consumer that was to take the last batch before it has given up
+        return epoch == self.number
+
 
 class Waiter:
     """A consumer in its turn.

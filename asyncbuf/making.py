@@ -91,6 +91,10 @@ class Maker:
             self._order.append(entry)
         self._gather(entry)
 
+    def only_gathers_here(self, batch_size: int) -> bool:
+        """Whether so many rows are a batch as soon as they are gathered, in the step in which they are drawn."""
+        return not self._chain.steps and not self._halted and self._storage.gather_nbytes(batch_size) <= INLINE_BYTES
+
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets in line."""
         entries = list(entries)
@@ -107,21 +111,25 @@ class Maker:
             return  # its turn came late: the buffer was closed meanwhile, and perhaps opened again
         indices = entry.ticket.draw.indices
         if self._storage.gather_nbytes(len(indices)) <= INLINE_BYTES:
-            try:
-                data = self._gathered(indices)
-            except BaseException as error:
-                self._failed(entry, error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                entry.keep(Progress(0, data))
+            if self._gather_here(entry):
                 self._transform(entry)
             return
         entry.gathering = True
         self._gate.hold()
-        self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
+        self.threads.copy(self.gathered, indices).add_done_callback(functools.partial(self._post, entry))
 
-    def _gathered(self, indices: torch.Tensor) -> Any:
+    def _gather_here(self, entry: Entry) -> bool:
+        try:
+            entry.keep(Progress(0, self.gathered(entry.ticket.draw.indices)))
+        except BaseException as error:
+            self.fail(entry, error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        return True
+
+    def gathered(self, indices: torch.Tensor) -> Any:
+        """Rows of the storage, and the time that took into the statistics."""
         start = time.perf_counter()
         data = self._storage.gather(indices)
         self.gather_seconds += time.perf_counter() - start
@@ -144,7 +152,7 @@ class Maker:
         if error is None:
             self._transform(entry)
         else:
-            self._failed(entry, error)
+            self.fail(entry, error)
 
     def _transform(self, entry: Entry) -> None:
         """Rows are there: run the transforms here if that is quick, else let a worker do it."""
@@ -155,23 +163,26 @@ class Maker:
         if self._chain.ordered:
             self.next_in_order()
         elif self._chain.quick and progress.step == 0:
-            try:
-                after = self._chain.run_here(progress.data, entry.ticket.seed)
-            except BaseException as error:
-                self._failed(entry, error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                self._made_here(entry, after)
+            if self._transform_here(entry):
+                self._settled(entry)
         else:
             self._todo.put_nowait(entry)
 
-    def _made_here(self, entry: Entry, progress: Progress) -> None:
-        if progress.step == len(self._chain.steps):
-            entry.ready(progress.data)
-            self._settled(entry)
-        else:
+    def _transform_here(self, entry: Entry) -> bool:
+        """Run quick transforms: whether that made a batch. If not, the entry failed, or a worker goes on with it."""
+        assert entry.progress is not None
+        try:
+            after = self._chain.run_here(entry.progress.data, entry.ticket.seed)
+        except BaseException as error:
+            self.fail(entry, error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        if after.step < len(self._chain.steps):
             self._todo.put_nowait(entry)
+            return False
+        entry.ready(after.data)
+        return True
 
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
@@ -208,9 +219,9 @@ class Maker:
                 if entry.progress.step == len(self._chain.steps):
                     entry.ready(entry.progress.data)
                 raise
-            self._failed(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))
+            self.fail(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))
         except Exception as error:
-            self._failed(entry, error)
+            self.fail(entry, error)
         else:
             entry.ready(entry.progress.data)
             self._settled(entry)
@@ -219,7 +230,8 @@ class Maker:
         task = asyncio.current_task()
         return self.is_stopping() or (task is not None and task.cancelling() > 0)
 
-    def _failed(self, entry: Entry, error: BaseException) -> None:
+    def fail(self, entry: Entry, error: BaseException) -> None:
+        """The rows could not be gathered, or a transform raised."""
         entry.fail(detached(error))
         if self._chain.ordered and entry.is_prefetched and entry not in self._order:
             self._order.appendleft(entry)  # those behind it wait until it is tried again or dropped

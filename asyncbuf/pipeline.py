@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from asyncbuf.background import Background, detached, logger
-from asyncbuf.batch import Batch, Ticket
+from asyncbuf.batch import Batch, Draw, Ticket
 from asyncbuf.errors import BufferClosedError, BufferFailedError, PrefetchError
 from asyncbuf.line import Entry, Line, Pass, Stage, Waiter
 from asyncbuf.making import Maker
@@ -140,6 +140,48 @@ class Pipeline:
             line = self._lines[batch_size] = Line(batch_size, 0)
         return line
 
+    def take_now(self, line: Line) -> Batch | None:
+        """The next batch of a line, if it is there or can be made in this step, and nobody waits for it.
+
+        What happens is what would happen in ``take``, without what a call needs that may have to wait.
+
+        Returns:
+            The batch; None if there is a reason to wait, or to raise: ``take`` knows it.
+        """
+        if self._unusable is not None or line.waiters or self._holding or not self._gate.is_free:
+            return None
+        if line.entries:
+            if line.entries[0].stage is not Stage.READY:
+                return None
+            line.answered += 1
+            self._fill(line)
+            batch = line.entries.popleft().batch
+        elif line.depth or not self._source.drawable or not self._maker.only_gathers_here(line.batch_size):
+            return None
+        else:
+            batch = self._made_now(line)
+            if batch is None:
+                return None
+            line.answered += 1
+        line.taken += 1
+        self.delivered += 1
+        self._forget(line)
+        return batch
+
+    def _made_now(self, line: Line) -> Batch | None:
+        """A batch that is drawn and gathered in this step; None if that went wrong, with the ticket in the line."""
+        draw, number = self._source.draw(line.batch_size), self._number
+        try:
+            data = self._maker.gathered(draw.indices)
+        except BaseException as error:
+            self._line_up(line, draw, error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+        self._number += 1
+        self.peak_queued = self.peak_queued or 1
+        return Batch(data, draw.indices, draw.info, number, draw.epoch, draw.last)
+
     async def take(self, line: Line, within: Pass | None = None) -> Batch | None:
         """Wait for the next batch of a line.
 
@@ -192,7 +234,12 @@ class Pipeline:
             if line.starves:
                 self._gate.draw(functools.partial(self._fill, line))
             line.notify()
-        elif not line.entries and line.batch_size != self._batch_size:
+        else:
+            self._forget(line)
+
+    def _forget(self, line: Line) -> None:
+        """Let the line of another batch size go that nothing is in."""
+        if not line.entries and line.batch_size != self._batch_size:
             self._lines.pop(line.batch_size, None)
 
     async def _wait(self, waiter: Waiter) -> None:
@@ -221,7 +268,7 @@ class Pipeline:
                     del error  # it holds this frame, which must not hold it in turn
             return None
         entry = line.entries[0]
-        if waiter.within is not None and not _belongs(entry, waiter.within):
+        if waiter.within is not None and not waiter.within.takes(entry):
             waiter.over = True
             return None
         if entry.stage is Stage.FAILED:
@@ -264,7 +311,7 @@ class Pipeline:
         line.error = None
         try:
             while self._unusable is None and line.wants_more and self._may_draw(line):
-                self._draw(line)
+                self._line_up(line, self._source.draw(line.batch_size))
         except Exception as error:
             line.error = detached(error)
         line.notify()
@@ -281,14 +328,17 @@ class Pipeline:
         begins = sampler.between_epochs or sampler.leaves_out(line.batch_size)
         return line.wants_more and self._source.drawable and not begins
 
-    def _draw(self, line: Line) -> None:
-        draw = self._source.draw(line.batch_size)
+    def _line_up(self, line: Line, draw: Draw, error: BaseException | None = None) -> None:
+        """A draw becomes the last ticket of a line; its rows are gathered, unless that was tried and failed."""
         seed = mixed_seed(self._source.generator.initial_seed(), self._number)
         entry = Entry(Ticket(self._number, draw, seed), is_prefetched=line.batch_size == self._batch_size)
         self._number += 1
         line.entries.append(entry)
         self.peak_queued = max(self.peak_queued, self.queued)
-        self._maker.make(entry)
+        if error is None:
+            self._maker.make(entry)
+        else:
+            self._maker.fail(entry, error)
 
     def _settled(self, entry: Entry) -> None:
         self._notify()
@@ -417,7 +467,8 @@ class Pipeline:
     @property
     def queued(self) -> int:
         """Number of tickets that nobody has taken."""
-        return sum(len(line.entries) for line in self._lines.values())
+        lines = self._lines.values()
+        return sum([len(line.entries) for line in lines])
 
     @property
     def in_flight(self) -> int:
@@ -441,14 +492,6 @@ class Pipeline:
         if not self._source.drawable:
             return f"{who} for data: {self._source.writer.size} of at least {self._source.min_size} items are stored"
         return f"{who} for a draw, which is behind {self._gate.waiting_writers + self._gate.writing} write(s)"
-
-
-def _belongs(entry: Entry, within: Pass) -> bool:
-    """Whether a ticket belongs to a pass. One that has not begun may turn out to be an earlier one than expected."""
-    epoch = entry.ticket.draw.epoch
-    if not within.begun and epoch is not None and within.number is not None and epoch < within.number:
-        within.number = epoch  # a consumer that was to take the last batch before it has given up
-    return epoch == within.number
 
 
 _NOT_OPEN = "the buffer is not open: use `async with buffer:` or `await buffer.open()` first"

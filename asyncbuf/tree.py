@@ -292,10 +292,14 @@ def unflatten(spec: Spec, leaves: Sequence[Any], *, batch: int | None = None) ->
     Returns:
         The tree.
     """
-    if spec.kind == "dict" and all(child is LEAF for child in spec.children):
-        return dict(zip(spec.keys, leaves, strict=True))
-    remaining = iter(leaves)
-    return _build(spec, remaining.__next__, batch)
+    return builder(spec)(leaves, batch)
+
+
+def builder(spec: Spec) -> Callable[[Sequence[Any], int | None], Any]:
+    """What ``unflatten`` does for one structure, made ready for many uses."""
+    if spec.kind == "dict" and all(child.kind == LEAF.kind for child in spec.children):
+        return lambda leaves, batch: dict(zip(spec.keys, leaves, strict=True))
+    return lambda leaves, batch: _build(spec, iter(leaves).__next__, batch)
 
 
 def _build(spec: Spec, take: Callable[[], Any], batch: int | None) -> Any:

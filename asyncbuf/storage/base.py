@@ -109,6 +109,9 @@ class Storage(ABC):
             A tree whose leaves have shape ``[batch, *item]``, or what ``collate`` turns into one.
         """
 
+    def expect(self, batches: int) -> None:
+        """Be told how many batches will be in use at once, for a storage that keeps memory for them."""
+
     def collate(self, gathered: Any) -> Any:
         """Turn what ``gather`` returned into batched tensors, where no ``collate_fn`` was given."""
         return gathered

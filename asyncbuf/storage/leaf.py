@@ -55,6 +55,15 @@ class Field(NamedTuple):
         return _BITS[self.dtype][0]
 
     @property
+    def is_carried(self) -> bool:
+        """Whether numpy lacks the dtype, so that the bits travel as integers."""
+        return _BITS[self.dtype][1] is not None
+
+    def typed(self, bits: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory, whose bits are read as values of the field."""
+        return bits.view(self.dtype) if self.is_carried else bits
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one item."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.bits.itemsize
@@ -118,12 +127,6 @@ def _tensor_bits(leaf: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
     carrier = _BITS[leaf.dtype][1]
     bits: np.ndarray[Any, Any] = (plain if carrier is None else plain.view(carrier)).numpy()
     return bits
-
-
-def typed(bits: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
-    """The tensor over bits of a field."""
-    tensor = torch.from_numpy(bits)
-    return tensor if _BITS[field.dtype][1] is None else tensor.view(field.dtype)
 
 
 def fit(field: Field, bits: np.ndarray[Any, Any], dtype: torch.dtype, guessed: bool) -> np.ndarray[Any, Any]:

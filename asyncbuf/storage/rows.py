@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from asyncbuf.checkpoint.codec import dtype_name, dtype_named
 from asyncbuf.checkpoint.structure import structure_from_plain, structure_to_plain
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
-from asyncbuf.storage.leaf import Field, as_bits, typed
-from asyncbuf.tree import unflatten
+from asyncbuf.storage.leaf import Field, as_bits
+from asyncbuf.storage.recycling import Slots
+from asyncbuf.tree import builder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
 
     from asyncbuf import tree
     from asyncbuf.storage.frozen import CopyOnWrite
@@ -31,25 +31,26 @@ class RowMemory:
         capacity: number of rows.
         spec: structure of an item.
         fields: its leaves, in order.
+        contiguous: whether the fields of a batch have no stride along the batch axis.
     """
 
-    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...]) -> None:
+    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...], *, contiguous: bool = False) -> None:
         self.spec = spec
         self.fields = fields
         self.layout = layout.plan(fields)
         self.blocks = [layout.allocate(capacity, record) for record in self.layout.records]
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
+        self.slots = Slots(self.layout, contiguous=contiguous)
+        self._carried = [(i, field) for i, field in enumerate(fields) if field.is_carried]
+        self._build = builder(spec)
 
     def gather(self, indices: np.ndarray[Any, Any]) -> Any:
-        """Rows in fresh memory: a tree of tensors ``[batch, *item]``."""
-        # "clip", since the indices are in range: "raise" would go through a second buffer.
-        taken = [block.take(indices, mode="clip") for block in self.blocks]
-        leaves = [
-            typed(taken[place.block][place.name], field)
-            for field, place in zip(self.fields, self.layout.places, strict=True)
-        ]
-        return unflatten(self.spec, leaves, batch=len(indices))
+        """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
+        leaves = self.slots.gather(self.blocks, indices)
+        for i, field in self._carried:
+            leaves[i] = field.typed(leaves[i])
+        return self._build(leaves, len(indices))
 
 
 def columns(blocks: Sequence[layout.Records], plan: layout.Layout) -> list[np.ndarray[Any, Any]]:
@@ -95,7 +96,7 @@ class FrozenRows:
         blocks = [np.concatenate(parts) for parts in zip(*segments, strict=True)]
         found = columns(blocks, self._rows.layout)
         return {
-            name: typed(np.ascontiguousarray(column), field)
+            name: field.typed(torch.from_numpy(np.ascontiguousarray(column)))
             for name, field, column in zip(_names(fields), fields, found, strict=True)
         }
 

@@ -27,16 +27,23 @@ class TensorStorage(Storage):
     same. Memory becomes real only as rows fill, so ``capacity`` may be chosen freely. Small fields of a row lie
     side by side: the tensors of a batch may be strided along the batch axis (``.contiguous()`` gives a dense one).
 
+    The memory of a batch is used again for a later one, once nobody can see it any more: no tensor of the batch is
+    left, no view or slice of one, no numpy array over one, and no graph that needs one for its backward pass. Who keeps
+    a batch keeps its memory, whatever happens to the buffer.
+
     Args:
         capacity: number of rows.
+        contiguous: whether the tensors of a batch are dense, at the price of one more copy of small fields.
 
     Raises:
         TypeError: the capacity is not an int.
         ValueError: the capacity is not positive.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, contiguous: bool = False) -> None:
         super().__init__(capacity)
+        self._contiguous = contiguous
+        self._expected = 0
         self._rows: RowMemory | None = None
         self._filled = 0
         self._frozen: weakref.WeakSet[CopyOnWrite] = weakref.WeakSet()
@@ -80,7 +87,7 @@ class TensorStorage(Storage):
         """Copy prepared items into rows; the first ones decide how rows are laid out."""
         arrays, spec, fields = prepared.payload
         if self._rows is None:
-            self._rows = RowMemory(self.capacity, spec, fields)
+            self._rows = self._new_rows(spec, fields)
         for frozen in self._frozen:
             frozen.before_write(runs)
         self._filled = max([self._filled, *(run.row + run.count for run in runs)])
@@ -88,8 +95,14 @@ class TensorStorage(Storage):
             for run in runs:
                 column[run.row : run.row + run.count] = array[run.item : run.item + run.count]
 
+    def expect(self, batches: int) -> None:
+        """Keep the memory of so many batches to use it again."""
+        self._expected = batches
+        if self._rows is not None:
+            self._rows.slots.most = batches
+
     def gather(self, indices: torch.Tensor) -> Any:
-        """Collect rows into fresh tensors ``[batch, *item]``."""
+        """Collect rows into tensors ``[batch, *item]`` of their own."""
         if self._rows is None:
             raise SchemaError("expected written rows, found an empty storage")
         return self._rows.gather(indices.numpy())
@@ -132,7 +145,7 @@ class TensorStorage(Storage):
         ):
             expected, found = (", ".join(map(str, some)) for some in (self._rows.fields, fields))
             raise CheckpointMismatchError(f"storage: expected items of {expected}; found items of {found}")
-        rows = RowMemory(self.capacity, spec, fields)
+        rows = self._new_rows(spec, fields)
         filled = 0
         for chunk in chunks:
             filled += fill(rows, chunk, filled, count)
@@ -157,10 +170,15 @@ class TensorStorage(Storage):
         TensorStorage.__init__(self, state["own"]["_capacity"])
         vars(self).update(state["own"])
         if state["known"] is not None:
-            self._rows = RowMemory(self.capacity, *state["known"])
+            self._rows = self._new_rows(*state["known"])
             self._filled = state["filled"]
             for column, rows in zip(self._rows.columns, state["columns"], strict=True):
                 column[: self._filled] = rows
+
+    def _new_rows(self, spec: tree.Spec, fields: tuple[Field, ...]) -> RowMemory:
+        rows = RowMemory(self.capacity, spec, fields, contiguous=self._contiguous)
+        rows.slots.most = self._expected
+        return rows
 
     def _replace(self, rows: RowMemory | None, count: int) -> None:
         if rows is not None or self._rows is None:

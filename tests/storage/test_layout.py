@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbuf.storage import layout
-from asyncbuf.storage.leaf import Field, typed
+from asyncbuf.storage.leaf import Field
 from asyncbuf.storage.rows import columns
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def test_views_show_each_field_and_nothing_else(fields: list[Field], rows: int) 
         written.append(values)
     for field, column, values in zip(fields, columns(blocks, plan), written, strict=True):
         assert column.tobytes() == values.tobytes()
-        tensor = typed(column, field)
+        tensor = field.typed(torch.from_numpy(column))
         assert tensor.shape == (rows, *field.shape)
         assert tensor.dtype is field.dtype
         if not field.nbytes:

@@ -1,0 +1,122 @@
+"""Memory for batches that is used again once nobody can see it any more.
+
+First touch of memory is dear, and so is making views of it. So a batch is gathered into a *slot*, arrays with views of
+the fields, and its tensors are laid over these views. Such a tensor holds a reference to its view for as long
+as anything can reach the memory: the tensor itself, a view or slice of it, a numpy array over it, a graph that saved it
+for the backward pass, a DLPack capsule. They all share one storage, and that holds the numpy array that it was made
+from. So a slot is free when the reference counts of its views are what they were at first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncbuf.storage.layout import Layout, Records
+
+# For how many batch sizes slots are kept, and how many slots of a size are looked at, from the oldest on.
+_SIZES = 4
+_LOOKED_AT = 3
+
+
+class Slot:
+    """Memory for one batch.
+
+    Args:
+        plan: how rows lie in memory.
+        count: number of rows.
+        contiguous: whether each field gets memory of its own, without a stride along the batch axis.
+    """
+
+    __slots__ = ("_copies", "_out", "_unseen", "_views")
+
+    def __init__(self, plan: Layout, count: int, *, contiguous: bool) -> None:
+        self._out: list[Records] = [np.empty(count, record) for record in plan.records]
+        self._views = [self._out[place.block][place.name] for place in plan.places]
+        self._copies: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        if contiguous:
+            packed, self._views = self._views, [np.empty(view.shape, view.dtype) for view in self._views]
+            self._copies = list(zip(self._views, packed, strict=True))
+        self._unseen = self._counts()
+
+    def _counts(self) -> list[int]:
+        return [*map(getrefcount, self._views)]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody can see the memory."""
+        return self._counts() == self._unseen
+
+    def gather(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """Copy rows into the memory: one tensor of bits for each field, over the memory."""
+        for block, out in zip(blocks, self._out, strict=True):
+            # "clip", since the indices are in range: "raise" would go through a second buffer.
+            block.take(indices, out=out, mode="clip")
+        for dense, packed in self._copies:
+            dense[...] = packed
+        return [*map(torch.from_numpy, self._views)]
+
+
+class Slots:
+    """The slots of a storage.
+
+    A slot stays here while its batch is in use, so that its memory can be taken again as soon as the batch is gone. Of
+    batches that are kept for long the slots are let go, and new memory is used instead. Several threads may ask.
+
+    Args:
+        plan: how rows lie in memory.
+        contiguous: as in ``Slot``.
+
+    Attributes:
+        most: how many slots of a batch size are kept.
+    """
+
+    def __init__(self, plan: Layout, *, contiguous: bool) -> None:
+        self._plan = plan
+        self._contiguous = contiguous
+        self._slots: dict[int, deque[Slot]] = {}
+        self.most = 0
+
+    def gather(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """Copy rows into memory that nobody sees: one tensor of bits for each field."""
+        count = len(indices)
+        slots = self._slots.get(count)
+        if slots is None:
+            slots = self._of_another_size(count)
+        slot = _free(slots) or Slot(self._plan, count, contiguous=self._contiguous)
+        leaves = slot.gather(blocks, indices)
+        slots.append(slot)
+        if len(slots) > self.most:
+            slots.popleft()
+        return leaves
+
+    def _of_another_size(self, count: int) -> deque[Slot]:
+        for size in list(self._slots)[: 1 - _SIZES]:
+            self._slots.pop(size, None)
+        return self._slots.setdefault(count, deque())
+
+
+def _free(slots: deque[Slot]) -> Slot | None:
+    """Take out a slot that nobody sees. The oldest are looked at: their batches are the first to go.
+
+    Each step is one operation on the deque, so that threads that look at once do not meet in one slot.
+    """
+    in_use: list[Slot] = []
+    try:
+        while len(in_use) < _LOOKED_AT:
+            slot = slots.popleft()
+            if slot.is_free:
+                return slot
+            in_use.append(slot)
+    except IndexError:
+        pass
+    finally:
+        slots.extendleft(reversed(in_use))
+    return None
