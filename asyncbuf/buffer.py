@@ -94,6 +94,9 @@ class ReplayBuffer(Persistent):
         min_size = _count(min_size, "min_size", 1)
         if min_size > storage.capacity:
             raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
+        kind = type(self._sampler)
+        if kind.state_dict is not Sampler.state_dict and kind.load_state_dict is Sampler.load_state_dict:
+            raise TypeError(f"{kind.__name__}: expected load_state_dict beside its state_dict, found none")
         if self._batch_size is not None:
             self._sampler.check(storage.capacity, self._batch_size)
         self._storage = storage
@@ -209,7 +212,10 @@ class ReplayBuffer(Persistent):
             running = None
         if running is not self._loop:
             found = "no running event loop" if running is None else f"{running!r}"
-            raise WrongLoopError(f"expected the event loop that opened the buffer, {self._loop!r}; found {found}")
+            raise WrongLoopError(
+                f"expected the event loop that opened the buffer, {self._loop!r}; found {found} "
+                "(asyncio.run_coroutine_threadsafe reaches it from another thread)"
+            )
 
     async def _turn(self, *, within_frozen: bool = False) -> None:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
@@ -455,12 +461,15 @@ class ReplayBuffer(Persistent):
         )
 
     def why_blocked(self) -> str:
-        """In words, what waiting consumers and writers wait for."""
+        """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
         reasons = self._pipeline.blocked()
         if writers := self._gate.waiting_writers:
             behind = "a write in a thread" if self._gate.writing else f"{self._gate.holds} gather(s) of earlier batches"
             reasons.append(f"{writers} writer(s) wait behind {behind}")
-        return "; ".join(reasons) if reasons else "nobody waits"
+        if reasons:
+            return "; ".join(reasons)
+        last = self._pipeline.gave_up
+        return "nobody waits" if last is None else f"nobody waits now; when a call last gave up, {last}"
 
     def __repr__(self) -> str:
         """The state in one line."""

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf.batch import Batch, Ticket
+from asyncbuf.errors import PrefetchError
 
 if TYPE_CHECKING:
     import asyncio
@@ -70,6 +71,20 @@ class Entry:
         """A transform or the gather raised."""
         self.error = error
         self.stage = Stage.FAILED
+
+    def failure(self) -> PrefetchError:
+        """What the consumer whose turn it is is told."""
+        indices = self.ticket.draw.indices.tolist()
+        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        failure = PrefetchError(
+            f"batch {self.ticket.number} could not be made from rows [{shown}]: {self.error!r}; "
+            "the next sample() tries again, skip() drops it",
+            self.ticket.number,
+            indices,
+        )
+        failure.__cause__ = self.error
+        self.reported = True
+        return failure
 
     def retry(self) -> None:
         """Forget the failure; what was gathered, and the transforms that went well, stay."""

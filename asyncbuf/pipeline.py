@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asyncbuf.background import Background, detached, logger
 from asyncbuf.batch import Batch, Draw, Ticket
-from asyncbuf.errors import BufferClosedError, BufferFailedError, PrefetchError
+from asyncbuf.errors import BufferClosedError, BufferFailedError
 from asyncbuf.line import Entry, Line, Pass, Stage, Waiter
 from asyncbuf.making import Maker
 from asyncbuf.tickets import SavedTicket, Tickets
@@ -67,6 +67,7 @@ class Pipeline:
         self._delivery: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._holding = False
         self.finished = False
+        self.gave_up: str | None = None
         self.delivered = self.dropped = self.retries = self.peak_queued = 0
         self.wait_seconds = 0.0
 
@@ -210,6 +211,9 @@ class Pipeline:
                 if batch is not None or waiter.over:
                     return batch
                 await self._wait(waiter)
+        except asyncio.CancelledError:
+            self.gave_up = self._blocked(line)
+            raise
         finally:
             self._leave(line, waiter)
 
@@ -272,26 +276,13 @@ class Pipeline:
             waiter.over = True
             return None
         if entry.stage is Stage.FAILED:
-            raise self._failure(entry)
+            raise entry.failure()
         if entry.batch is None:
             return None
         self.delivered += 1
         if waiter.within is not None:
             waiter.within.begun = True
         return line.hand_over()
-
-    def _failure(self, entry: Entry) -> PrefetchError:
-        indices = entry.ticket.draw.indices.tolist()
-        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        failure = PrefetchError(
-            f"batch {entry.ticket.number} could not be made from rows [{shown}]: {entry.error!r}; "
-            "the next sample() tries again, skip() drops it",
-            entry.ticket.number,
-            indices,
-        )
-        failure.__cause__ = entry.error
-        entry.reported = True
-        return failure
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

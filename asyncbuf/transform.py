@@ -32,6 +32,7 @@ class _Call:
 
     Attributes:
         function: takes the data, returns the data or an awaitable of it.
+        name: what errors call it.
         index: position among the transforms, from which its generator is seeded; -1 for others.
         seeded: whether it accepts ``generator``.
         is_async: whether it is an async function, which must be called on the event loop.
@@ -39,6 +40,7 @@ class _Call:
     """
 
     function: Callable[..., Any]
+    name: str
     index: int = -1
     seeded: bool = False
     is_async: bool = False
@@ -48,6 +50,22 @@ class _Call:
         if not self.seeded:
             return self.function(data)
         return self.function(data, generator=torch.Generator().manual_seed(mixed_seed(seed, self.index)))
+
+    def checked(self, data: Any) -> Any:
+        """What it returned, unless that is nothing.
+
+        Raises:
+            TypeError: it is None.
+        """
+        if data is None:
+            raise TypeError("expected the data of a batch, found None: is a return missing?")
+        return data
+
+    def blame(self, error: BaseException) -> None:
+        """Say in an error that it came from here."""
+        note = f"raised in {self.name}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 class Progress(NamedTuple):
@@ -75,7 +93,8 @@ class Chain:
             where there is none, as in ``torch.utils.data.DataLoader``.
 
     Raises:
-        TypeError: a transform is not callable.
+        TypeError: a transform is not callable, or has ``state_dict`` without ``load_state_dict``.
+        ValueError: there is no such device.
     """
 
     def __init__(
@@ -90,14 +109,16 @@ class Chain:
         for transform in transforms:
             if not callable(transform):
                 raise TypeError(f"transform: expected a callable, found {transform!r}")
+            if _has(transform, "state_dict") and not _has(transform, "load_state_dict"):
+                raise TypeError(f"transform: expected load_state_dict beside state_dict, found none in {transform!r}")
         self.transforms = tuple(transforms)
         # A transform whose state may change must see the batches in order, whatever the threads do.
-        self.ordered = any(self.states())
-        calls = [] if collate is None else [_Call(collate, is_foreign=foreign_collate)]
-        calls += [
-            _Call(function, i, _accepts_generator(function), _is_async(function), is_foreign=True)
-            for i, function in enumerate(transforms)
-        ]
+        self.ordered = any(map(_is_stateful, transforms))
+        calls = [] if collate is None else [_Call(collate, "collate_fn", is_foreign=foreign_collate)]
+        for i, function in enumerate(transforms):
+            name = f"transform {i}, {getattr(function, '__qualname__', None) or type(function).__qualname__}"
+            takes_generator, is_async = _accepts_generator(function), _is_async(function)
+            calls.append(_Call(function, name, i, takes_generator, is_async, is_foreign=True))
         self.steps = tuple(calls + _delivery(device, pin_memory))
         # Functions that are quick are not worth a thread, unless they do not finish what they began.
         self._may_be_quick = not self.ordered and not any(step.is_async for step in self.steps)
@@ -106,7 +127,7 @@ class Chain:
 
     def states(self) -> list[Any]:
         """The state of each transform; None for one that has no ``state_dict``."""
-        return [_state_of(transform) for transform in self.transforms]
+        return [getattr(t, "state_dict")() if _has(t, "state_dict") else None for t in self.transforms]  # noqa: B009
 
     @property
     def quick(self) -> bool:
@@ -134,15 +155,16 @@ class Chain:
         """
         while progress.step < len(self.steps):
             cancelled = None
-            if self.steps[progress.step].is_async:
-                data = self._prepared(progress)
-                progress = Progress(progress.step + 1, await self.steps[progress.step](data, seed))
+            call = self.steps[progress.step]
+            if call.is_async:
+                progress = Progress(progress.step + 1, await _awaited(call, call(self._prepared(progress), seed)))
             else:
                 future = threads.transform(self._run_sync, progress, seed)
                 cancelled = await finish(future)
                 progress = future.result()
                 if isinstance(progress.data, Awaitable) and cancelled is None:
-                    progress = Progress(progress.step, await progress.data)
+                    call = self.steps[progress.step - 1]
+                    progress = Progress(progress.step, await _awaited(call, progress.data))
             if isinstance(progress.data, Awaitable):
                 _discard(progress.data)
             else:
@@ -158,7 +180,12 @@ class Chain:
         start = time.perf_counter()
         step, data = progress.step, self._prepared(progress)
         while step < len(self.steps) and not self.steps[step].is_async:
-            data = self.steps[step](data, seed)
+            call = self.steps[step]
+            try:
+                data = call.checked(call(data, seed))
+            except Exception as error:
+                call.blame(error)
+                raise
             step += 1
             if isinstance(data, Awaitable):
                 self._may_be_quick = False
@@ -174,14 +201,28 @@ class Chain:
         return tree.copy_containers(progress.data) if self.steps[progress.step].is_foreign else progress.data
 
 
+async def _awaited(call: _Call, result: Awaitable[Any]) -> Any:
+    try:
+        return call.checked(await result)
+    except Exception as error:
+        call.blame(error)
+        raise
+
+
 def _discard(data: Any) -> None:
     if inspect.iscoroutine(data):
         data.close()
 
 
-def _state_of(transform: Callable[..., Any]) -> Any:
-    state_dict = getattr(transform, "state_dict", None)
-    return state_dict() if callable(state_dict) else None
+def _has(transform: Callable[..., Any], method: str) -> bool:
+    return callable(getattr(transform, method, None))
+
+
+def _is_stateful(transform: Callable[..., Any]) -> bool:
+    """Whether its state may change. Every module has a ``state_dict``: one without parameters or buffers has none."""
+    if isinstance(transform, torch.nn.Module):
+        return bool(transform.state_dict())
+    return _has(transform, "state_dict")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -201,10 +242,14 @@ def _delivery(device: torch.device | str | None, pin_memory: bool) -> list[_Call
     if pin_memory and not torch.accelerator.is_available():
         warnings.warn("pin_memory: expected an accelerator, found none; memory is not pinned", stacklevel=4)
     elif pin_memory:
-        calls.append(_Call(lambda data: _each_tensor(torch.Tensor.pin_memory, data)))
+        calls.append(_Call(lambda data: _each_tensor(torch.Tensor.pin_memory, data), "pin_memory"))
     if device is not None:
         target = torch.device(device)
-        calls.append(_Call(lambda data: _each_tensor(lambda t: t.to(target, non_blocking=pin_memory), data)))
+        try:
+            torch.empty(0, device=target)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"device: expected one that is there, found {target}: {error}") from error
+        calls.append(_Call(lambda data: _each_tensor(lambda t: t.to(target, non_blocking=pin_memory), data), "device"))
     return calls
 
 

@@ -767,6 +767,28 @@ async def test_blocked_on_data() -> None:
         assert buffer.stats().wait_seconds > 0
 
 
+async def test_what_a_call_waited_for_that_gave_up() -> None:
+    buffer = make(min_size=10)
+    async with buffer:
+        await buffer.extend(rows(3))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(buffer.sample(), 0.01)
+        assert buffer.why_blocked() == (
+            "nobody waits now; when a call last gave up, 1 consumer(s) of batches of 4 wait for data: "
+            "3 of at least 10 items are stored"
+        )
+
+
+class HalfSampler(RandomSampler):
+    def state_dict(self) -> dict[str, Any]:
+        return {"half": 1}
+
+
+def test_a_sampler_whose_state_could_not_be_restored_is_refused() -> None:
+    with pytest.raises(TypeError, match="HalfSampler: expected load_state_dict beside its state_dict, found none"):
+        ReplayBuffer(TensorStorage(10), sampler=HalfSampler())
+
+
 async def test_blocked_on_a_gather_and_writers_behind_it() -> None:
     stop = Stop()
     storage = ThreadedStorage(100)

@@ -303,15 +303,69 @@ async def test_a_collate_that_fails() -> None:
         with pytest.raises(PrefetchError, match="collate") as info:
             await buffer.sample()
         assert isinstance(info.value.__cause__, OSError)
+        assert "raised in collate_fn" in info.value.__cause__.__notes__
 
 
-async def test_items_that_cannot_be_stacked() -> None:
-    buffer = ReplayBuffer(ListStorage(10), batch_size=16)
-    await buffer.extend([{"a": 1}, {"b": 2}])
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([{"a": 1}, {"b": 2}], "keys differ at the top"),
+        (
+            [{"a": [torch.zeros(2)]}, {"a": [torch.zeros(3)]}],
+            "a/0: expected items that can be stacked, or a collate_fn",
+        ),
+        ([{"a": object()}, {"a": object()}], "a: expected items that can be stacked, or a collate_fn"),
+    ],
+    ids=["keys", "lengths", "objects"],
+)
+async def test_items_that_cannot_be_stacked(items: list[Any], message: str) -> None:
+    buffer = ReplayBuffer(ListStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+    await buffer.extend(items)
     async with buffer:
-        with pytest.raises(PrefetchError) as info:
+        with pytest.raises(PrefetchError, match=message) as info:
             await buffer.sample()
         assert isinstance(info.value.__cause__, SchemaError)
+
+
+def noisy(data: Any) -> Any:
+    raise LookupError("mine")
+
+
+async def noisy_later(data: Any) -> Any:
+    noisy(data)
+
+
+def forgetful(data: Any) -> None:
+    """Lacks a return."""
+
+
+async def forgetful_later(data: Any) -> None:
+    """The same."""
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(
+    "transform", [noisy, noisy_later, lambda data: noisy_later(data)], ids=["sync", "async", "mixed"]
+)
+async def test_an_error_says_where_it_was_raised(transform: Any, depth: int) -> None:
+    buffer = in_order([lambda data: data, transform], prefetch=depth)
+    await buffer.extend(rows(80))
+    async with buffer:
+        for _ in range(2):
+            with pytest.raises(PrefetchError, match="mine") as info:
+                await within(buffer.sample())
+            assert isinstance(info.value.__cause__, LookupError)
+            (where,) = [note for note in info.value.__cause__.__notes__ if note.startswith("raised in transform")]
+            assert where.startswith(f"raised in transform 1, {transform.__qualname__}")
+
+
+@pytest.mark.parametrize("transform", [forgetful, forgetful_later, lambda data: forgetful_later(data)])
+async def test_a_transform_that_returns_nothing(transform: Any) -> None:
+    buffer = in_order(transform)
+    await buffer.extend(rows(80))
+    async with buffer:
+        with pytest.raises(PrefetchError, match="expected the data of a batch, found None: is a return missing"):
+            await within(buffer.sample())
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
@@ -372,6 +426,9 @@ async def test_a_failure_of_another_size_does_not_stop_the_others() -> None:
 
         def state_dict(self) -> dict[str, int]:
             return {"failures": self.failures}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.failures = state["failures"]
 
         def __call__(self, data: Any) -> Any:
             if len(data["number"]) == 3 and self.failures:
@@ -904,6 +961,9 @@ async def test_closing_while_a_stateful_transform_runs(depth: int) -> None:
 
         def state_dict(self) -> dict[str, int]:
             return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.seen = state["seen"]
 
         def __call__(self, data: Any) -> Any:
             self.seen += 1

@@ -127,6 +127,9 @@ async def with_a_state(make: Maker) -> None:
         def state_dict(self) -> dict[str, int]:
             return {"state": 1}
 
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            assert state == {"state": 1}
+
         def __call__(self, data: Any) -> Any:
             return data
 

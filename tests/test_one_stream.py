@@ -82,6 +82,9 @@ class Average:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"average": self._average}
 
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._average = state["average"]
+
     def __call__(self, data: Any) -> Any:
         if self._slow:
             jitter()
@@ -413,6 +416,9 @@ async def test_a_failing_stateful_transform_does_not_let_later_batches_pass(dept
 
         def state_dict(self) -> dict[str, int]:
             return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.seen = state["seen"]
 
         def __call__(self, data: Any) -> Any:
             if self.seen == 3 and self.failures:

@@ -64,6 +64,9 @@ class Stateful:
     def state_dict(self) -> dict[str, int]:
         return self.state
 
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
@@ -404,7 +407,7 @@ async def test_slow_or_async_chains_are_not_quick(threads: Threads, monkeypatch:
     [
         ([], False),
         ([double], False),
-        ([Stateful()], False),
+        ([Stateful()], True),
         ([Stateful(count=1)], True),
         ([double, Stateful(count=1)], True),
         ([torch.nn.Identity()], False),
@@ -414,6 +417,24 @@ async def test_slow_or_async_chains_are_not_quick(threads: Threads, monkeypatch:
 )
 def test_order_matters_to_a_transform_with_a_state(transforms: list[Callable[..., Any]], ordered: bool) -> None:
     assert Chain(None, transforms).ordered is ordered
+
+
+def test_a_state_that_could_not_be_restored_is_refused() -> None:
+    class Half:
+        def __call__(self, data: Any) -> Any:
+            return data
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(TypeError, match=r"expected load_state_dict beside state_dict, found none in .*Half"):
+        Chain(None, [Half()])
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "xpu"])
+def test_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device: expected one that is there, found {device}"):
+        Chain(None, [], device=device)
 
 
 @pytest.mark.parametrize("wrong", [3, None, "double", [double]], ids=str)

@@ -79,7 +79,12 @@ class ListStorage(Storage):
         leaves, spec = tree.flatten(gathered[0], batched=False)
         columns = [leaves]
         columns.extend(tree.flatten_like(spec, item, batched=False) for item in gathered[1:])
-        stacked = [default_collate(list(column)) for column in zip(*columns, strict=True)]
+        stacked = []
+        for path, column in zip(spec.paths(), zip(*columns, strict=True), strict=True):
+            try:
+                stacked.append(default_collate(list(column)))
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise SchemaError(f"{path}: expected items that can be stacked, or a collate_fn: {error}") from error
         return tree.unflatten(spec, stacked, batch=len(gathered))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,6 +199,11 @@ def _as_item(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _taken_apart(known: RowMemory | None, items: Any, *, batched: bool) -> tuple[tree.Spec, list[Any]]:
     if known is not None:
         return known.spec, tree.flatten_like(known.spec, items, batched=batched)
+    if batched and type(items) is list and any(isinstance(item, Mapping) for item in items):
+        raise SchemaError(
+            f"expected a tree whose leaves have a leading axis of items, found a list of {len(items)} items: stack "
+            "them, add() them one by one, or use a ListStorage (a tuple of dicts is taken as a tree)"
+        )
     leaves, spec = tree.flatten(items, batched=batched)
     if not leaves:
         raise SchemaError(f"expected items with at least one leaf, found {spec}")

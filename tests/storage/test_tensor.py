@@ -676,6 +676,11 @@ FIRST: dict[str, tuple[Any, str]] = {
     "no axis": ({"x": torch.tensor(1.0)}, "x: expected a leading axis of items, found a Tensor without axes"),
     "object": ({"x": np.array([None])}, "x: expected numbers, found a numpy array of dtype object"),
     "string": ("abc", ".: expected a leading axis of items, found a str"),
+    "list of items": (
+        [{"x": torch.zeros(4)}, {"x": torch.zeros(4)}],
+        "expected a tree whose leaves have a leading axis of items, found a list of 2 items: stack them, add() them "
+        "one by one, or use a ListStorage (a tuple of dicts is taken as a tree)",
+    ),
 }
 
 
