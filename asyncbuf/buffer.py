@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,7 @@ from asyncbuf.transform import Chain
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Generator
     from types import TracebackType
 
     from asyncbuf.batch import Batch
@@ -218,12 +220,12 @@ class ReplayBuffer(Persistent):
                 "(asyncio.run_coroutine_threadsafe reaches it from another thread)"
             )
 
-    async def _turn(self, *, within_frozen: bool = False) -> None:
+    def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
         self._check_loop()
-        if not within_frozen:
+        if self._frozen_by is not None and not within_frozen:
             self._check_not_frozen()
-        await asyncio.sleep(0)
+        return _one_turn()
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -363,10 +365,10 @@ class ReplayBuffer(Persistent):
         if batch_size is not None:
             batch_size = _count(batch_size, "batch_size", 1)
             self._sampler.check(self.capacity, batch_size)
-        elif self._batch_size is None:
+        elif self._pipeline.main_line is None:
             raise ValueError("batch_size: expected one, because the buffer was made without; found None")
         else:
-            batch_size = self._batch_size
+            return self._pipeline.main_line
         return self._pipeline.line(batch_size)
 
     def __aiter__(self) -> BatchStream:
@@ -478,6 +480,12 @@ class ReplayBuffer(Persistent):
             f"<ReplayBuffer {self._state} {len(self)}/{self.capacity} items, batch_size={self._batch_size}, "
             f"prefetch={self._prefetch}, workers={self._workers}, {type(self._sampler).__name__}>"
         )
+
+
+@types.coroutine
+def _one_turn() -> Generator[None, None, None]:
+    """``asyncio.sleep(0)``, without the frames around it."""
+    yield
 
 
 def _expect(value: Any, kind: type, name: str) -> Any:

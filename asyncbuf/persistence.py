@@ -15,7 +15,7 @@ from asyncbuf.threads import in_thread
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from asyncbuf.gate import HistoryGate
     from asyncbuf.pipeline import Pipeline
@@ -34,7 +34,7 @@ class Persistent:
     _state: str
     _frozen_by: asyncio.Task[Any] | None
 
-    async def _turn(self, *, within_frozen: bool = False) -> None:
+    def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         raise NotImplementedError
 
     async def snapshot(self, timeout: float | None = None) -> Snapshot:

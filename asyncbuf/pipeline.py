@@ -59,7 +59,8 @@ class Pipeline:
         self._gate = gate
         self._workers = workers
         self._batch_size = batch_size
-        self._lines: dict[int, Line] = {} if batch_size is None else {batch_size: Line(batch_size, prefetch)}
+        self.main_line = None if batch_size is None else Line(batch_size, prefetch)
+        self._lines = {} if self.main_line is None else {self.main_line.batch_size: self.main_line}
         self._number = 0
         self._background: Background | None = None
         self._unusable: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
@@ -401,7 +402,7 @@ class Pipeline:
         """
         if self._maker.changes_state:
             raise TimeoutError("snapshot: expected stateful transforms to have ended in time, found one at work")
-        main = None if self._batch_size is None else self._lines[self._batch_size]
+        main = self.main_line
         return Tickets(
             self._number,
             0 if main is None else main.depth,

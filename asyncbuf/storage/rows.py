@@ -42,6 +42,9 @@ class RowMemory:
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
         self.slots = Slots(self.layout, contiguous=contiguous)
+        # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
+        self.flat_keys = spec.keys if spec.kind == "dict" and len(spec.children) == len(fields) else None
+        self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
         self._carried = [(i, field) for i, field in enumerate(fields) if field.is_carried]
         self._build = builder(spec)
 

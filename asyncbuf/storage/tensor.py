@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from asyncbuf import tree
@@ -18,7 +19,9 @@ from asyncbuf.storage.rows import FrozenRows, RowMemory, fill, parsed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
+
+_FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
+_FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 class TensorStorage(Storage):
@@ -47,7 +50,7 @@ class TensorStorage(Storage):
         self._expected = 0
         self._rows: RowMemory | None = None
         self._filled = 0
-        self._frozen: weakref.WeakSet[CopyOnWrite] = weakref.WeakSet()
+        self._frozen: list[weakref.ref[CopyOnWrite]] = []
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -57,6 +60,8 @@ class TensorStorage(Storage):
     def prepare(self, items: Any) -> Prepared:
         """Check items whose leaves have shape ``[items, *item]`` and the structure of those before."""
         known = self._rows  # looked at once: a thread may be laying out the first rows
+        if known is not None and (prepared := _plainly(known, items, batched=True)) is not None:
+            return prepared
         spec, leaves = _taken_apart(known, items, batched=True)
         paths = spec.paths() if known is None else [field.path for field in known.fields]
         count = -1
@@ -77,6 +82,8 @@ class TensorStorage(Storage):
     def prepare_one(self, item: Any) -> Prepared:
         """Check one item, whose leaves have no leading axis."""
         known = self._rows
+        if known is not None and (prepared := _plainly(known, item, batched=False)) is not None:
+            return prepared
         spec, leaves = _taken_apart(known, item, batched=False)
         return _checked(known, spec, leaves, 1, _as_item)
 
@@ -89,12 +96,16 @@ class TensorStorage(Storage):
         arrays, spec, fields = prepared.payload
         if self._rows is None:
             self._rows = self._new_rows(spec, fields)
-        for frozen in self._frozen:
-            frozen.before_write(runs)
-        self._filled = max([self._filled, *(run.row + run.count for run in runs)])
-        for column, array in zip(self._rows.columns, arrays, strict=True):
-            for run in runs:
-                column[run.row : run.row + run.count] = array[run.item : run.item + run.count]
+        for kept in list(self._frozen):
+            if (frozen := kept()) is not None:
+                frozen.before_write(runs)
+            else:
+                self._frozen.remove(kept)
+        for run in runs:
+            row, item, end = run.row, run.item, run.row + run.count
+            self._filled = max(self._filled, end)
+            for column, array in zip(self._rows.columns, arrays, strict=True):
+                column[row:end] = array[item : item + run.count]
 
     def expect(self, batches: int) -> None:
         """Keep the memory of so many batches to use it again."""
@@ -130,7 +141,7 @@ class TensorStorage(Storage):
         if self._rows is None:
             return Held(None)
         kept = CopyOnWrite(self._rows.blocks, self._filled)
-        self._frozen.add(kept)
+        self._frozen.append(weakref.ref(kept))
         return FrozenRows(self._rows, kept, self._filled)
 
     def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
@@ -186,6 +197,45 @@ class TensorStorage(Storage):
             self._rows = rows
             self._frozen.clear()  # snapshots of the old rows: nobody writes to those any more
         self._filled = count
+
+
+def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
+    """The short way for a flat dict of tensors and arrays of the very dtypes and shapes; None for anything else."""
+    keys = known.flat_keys
+    if keys is None or type(items) is not dict or len(items) != len(keys):
+        return None
+    arrays, count = [], -1
+    array: np.ndarray[Any, Any] | None
+    for key, (dtype, shape) in zip(keys, known.plain, strict=True):
+        leaf = items.get(key)
+        if type(leaf) is torch.Tensor:
+            try:
+                array = leaf.numpy()
+            except (RuntimeError, TypeError):  # another device, a gradient, a dtype that numpy lacks
+                return None
+        elif type(leaf) is np.ndarray:
+            array = leaf
+        elif batched or (array := _scalar(leaf, dtype)) is None:
+            return None
+        if array.dtype is not dtype or (array.shape[1:] if batched else array.shape) != shape:
+            return None
+        if not batched:
+            array = array[None]
+        elif not array.ndim or count not in (-1, array.shape[0]):
+            return None
+        count = array.shape[0]
+        arrays.append(array)
+    return Prepared(count, count * known.row_nbytes, (arrays, known.spec, known.fields), known) if count else None
+
+
+def _scalar(leaf: Any, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any] | None:
+    """A number as an array of this dtype, where nothing can go wrong; None otherwise."""
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    kind = type(leaf)
+    if (kind is float and dtype is _FLOAT and abs(leaf) <= _FLOAT_MAX) or (kind is bool and dtype is _BOOL):
+        return np.array(leaf, dtype)
+    return None
 
 
 def _as_batch(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
