@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from asyncbuf.arguments import count, expect
 from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
 from asyncbuf.gate import HistoryGate
 from asyncbuf.making import INLINE_BYTES
@@ -82,19 +83,19 @@ class ReplayBuffer(Persistent):
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        _expect(storage, Storage, "storage")
-        self._sampler: Sampler = _expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
-        self._writer: Writer = _expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
+        expect(storage, Storage, "storage")
+        self._sampler: Sampler = expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
+        self._writer: Writer = expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
         if generator is None:
             generator = torch.Generator()
             generator.seed()
-        self._generator: torch.Generator = _expect(generator, torch.Generator, "generator")
-        self._batch_size = None if batch_size is None else _count(batch_size, "batch_size", 1)
-        self._prefetch = _count(prefetch, "prefetch", 0)
+        self._generator: torch.Generator = expect(generator, torch.Generator, "generator")
+        self._batch_size = None if batch_size is None else count(batch_size, "batch_size", 1)
+        self._prefetch = count(prefetch, "prefetch", 0)
         if self._prefetch and self._batch_size is None:
             raise ValueError(f"batch_size: expected one, because prefetch is {prefetch}; found None")
-        self._workers = _count(workers, "workers", 1)
-        min_size = _count(min_size, "min_size", 1)
+        self._workers = count(workers, "workers", 1)
+        min_size = count(min_size, "min_size", 1)
         if min_size > storage.capacity:
             raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
         kind = type(self._sampler)
@@ -363,7 +364,7 @@ class ReplayBuffer(Persistent):
 
     def _line(self, batch_size: int | None) -> Line:
         if batch_size is not None:
-            batch_size = _count(batch_size, "batch_size", 1)
+            batch_size = count(batch_size, "batch_size", 1)
             self._sampler.check(self.capacity, batch_size)
         elif self._pipeline.main_line is None:
             raise ValueError("batch_size: expected one, because the buffer was made without; found None")
@@ -486,20 +487,6 @@ class ReplayBuffer(Persistent):
 def _one_turn() -> Generator[None, None, None]:
     """``asyncio.sleep(0)``, without the frames around it."""
     yield
-
-
-def _expect(value: Any, kind: type, name: str) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, found {value!r}")
-    return value
-
-
-def _count(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, found {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, found {value}")
-    return value
 
 
 def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:

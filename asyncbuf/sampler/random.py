@@ -7,7 +7,6 @@ import torch
 from asyncbuf.batch import Draw
 from asyncbuf.sampler.base import Rows, Sampler
 
-
 _CPU = torch.device("cpu")
 
 

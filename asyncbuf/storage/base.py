@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf.arguments import count
 from asyncbuf.checkpoint.codec import decode, encode
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage.frozen import Frozen, Held
@@ -63,11 +64,7 @@ class Storage(ABC):
     """
 
     def __init__(self, capacity: int) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int):
-            raise TypeError(f"capacity: expected an int, found {capacity!r} of type {type(capacity).__name__}")
-        if capacity < 1:
-            raise ValueError(f"capacity: expected at least 1, found {capacity}")
-        self._capacity = capacity
+        self._capacity = count(capacity, "capacity", 1)
 
     @property
     def capacity(self) -> int:

@@ -99,8 +99,6 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
-            else:
-                self._frozen.remove(kept)
         for run in runs:
             row, item, end = run.row, run.item, run.row + run.count
             self._filled = max(self._filled, end)
@@ -141,7 +139,7 @@ class TensorStorage(Storage):
         if self._rows is None:
             return Held(None)
         kept = CopyOnWrite(self._rows.blocks, self._filled)
-        self._frozen.append(weakref.ref(kept))
+        self._frozen.append(weakref.ref(kept, self._frozen.remove))
         return FrozenRows(self._rows, kept, self._filled)
 
     def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
