@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,22 +33,61 @@ class Contender:
         return statistics.median(self.seconds)
 
 
-async def interleave(contenders: list[Contender], *, rounds: int, calls: int) -> None:
-    """Time every contender in every round; one round before does not count."""
-    for round_number in range(rounds + 1):
-        for contender in contenders:
-            gc.collect()
-            start = time.perf_counter()
-            await contender.run(calls)
-            seconds = (time.perf_counter() - start) / calls
-            if round_number:
-                contender.seconds.append(seconds)
+@dataclass(slots=True)
+class Comparison:
+    """Several ways to do the same work, measured in one run.
 
+    Attributes:
+        title: what the work is.
+        contenders: who does it; the first one is what the others are compared with.
+        calls: calls per round.
+        rounds: how many rounds count.
+        missing: peers that are not installed, by name.
+        close: awaited at the end.
+        load: what else the machine was doing.
+    """
 
-def ratio(slow: Contender, fast: Contender) -> tuple[float, float, float]:
-    """How many times as long ``slow`` takes as ``fast``: least, median and most over the rounds."""
-    ratios = sorted(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
-    return ratios[0], statistics.median(ratios), ratios[-1]
+    title: str
+    contenders: list[Contender]
+    calls: int
+    rounds: int
+    missing: list[str] = field(default_factory=list)
+    close: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+    load: str = ""
+
+    async def run(self) -> None:
+        """Time every contender in every round; one round before does not count."""
+        self.load = load()
+        try:
+            for number in range(self.rounds + 1):
+                for contender in self.contenders:
+                    gc.collect()
+                    start = time.perf_counter()
+                    await contender.run(self.calls)
+                    seconds = (time.perf_counter() - start) / self.calls
+                    if number:
+                        contender.seconds.append(seconds)
+        finally:
+            for close in self.close:
+                await close()
+
+    def ratio(self, contender: Contender) -> tuple[float, float, float]:
+        """How many times as long a contender takes as the first one: least, median and most over the rounds."""
+        pairs = zip(contender.seconds, self.contenders[0].seconds, strict=True)
+        ratios = sorted(theirs / ours for theirs, ours in pairs)
+        return ratios[0], statistics.median(ratios), ratios[-1]
+
+    def plain(self) -> dict[str, Any]:
+        """Everything that was measured, as JSON can hold it."""
+        return {
+            "title": self.title,
+            "load": self.load,
+            "missing": self.missing,
+            "contenders": [
+                {"name": one.name, "seconds": one.seconds, "median": one.median, "ratio": self.ratio(one)}
+                for one in self.contenders
+            ],
+        }
 
 
 def load() -> str:
