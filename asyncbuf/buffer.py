@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from asyncbuf.arguments import count, expect
+from asyncbuf.choice import INLINE_BYTES
 from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
 from asyncbuf.gate import HistoryGate
-from asyncbuf.making import INLINE_BYTES
 from asyncbuf.persistence import Persistent
 from asyncbuf.pipeline import Pipeline
 from asyncbuf.sampler import RandomSampler, Sampler
@@ -273,7 +273,7 @@ class ReplayBuffer(Persistent):
         return self._commit(placement)
 
     async def _write_in_thread(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> torch.Tensor:
-        threads = self._pipeline.threads
+        threads = self._pipeline.maker.threads
         async with self._gate.turn(alone=True):
             prepared = self._confirmed(prepared, prepare)
             placement = self._source.place(prepared)
@@ -407,7 +407,7 @@ class ReplayBuffer(Persistent):
             Its number; None if no ticket is in line.
         """
         await self._turn()
-        return self._pipeline.skip(self._line(None))
+        return await self._gate.apply(functools.partial(self._pipeline.skip, self._line(None)), alone=False)
 
     async def flush(self) -> int:
         """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
@@ -416,7 +416,7 @@ class ReplayBuffer(Persistent):
             How many were dropped.
         """
         await self._turn()
-        return self._pipeline.flush()
+        return await self._gate.apply(self._pipeline.flush, alone=False)
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
@@ -459,9 +459,11 @@ class ReplayBuffer(Persistent):
             waiting_consumers=pipeline.waiting,
             waiting_writers=self._gate.waiting_writers,
             peak_queued=pipeline.peak_queued,
-            gather_seconds=pipeline.gather_seconds,
+            gather_seconds=pipeline.maker.gather_seconds,
             wait_seconds=pipeline.wait_seconds,
             retries=pipeline.retries,
+            inline_gathers=pipeline.maker.inline_gathers,
+            thread_gathers=pipeline.maker.thread_gathers,
         )
 
     def why_blocked(self) -> str:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf.batch import Batch, Ticket
+from asyncbuf.choice import Choice
 from asyncbuf.errors import PrefetchError
 
 if TYPE_CHECKING:
@@ -154,9 +155,10 @@ class Line:
         taken: number of tickets that left the line by being handed over.
         answered: number of calls whose turn has come and that have not given up.
         error: why the last attempt to draw failed; None after a success.
+        choice: where rows are gathered.
     """
 
-    __slots__ = ("answered", "batch_size", "depth", "entries", "error", "taken", "waiters")
+    __slots__ = ("answered", "batch_size", "choice", "depth", "entries", "error", "taken", "waiters")
 
     def __init__(self, batch_size: int, depth: int) -> None:
         self.batch_size = batch_size
@@ -165,7 +167,8 @@ class Line:
         self.waiters: deque[Waiter] = deque()
         self.taken = 0
         self.answered = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
+        self.choice = Choice()
 
     @property
     def drawn(self) -> int:

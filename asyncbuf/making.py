@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf.background import detached, logger
+from asyncbuf.choice import INLINE_BYTES
 from asyncbuf.line import Entry, Stage
 from asyncbuf.threads import Threads
 from asyncbuf.transform import Chain, Progress
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from asyncbuf.choice import Choice
     from asyncbuf.gate import HistoryGate
     from asyncbuf.storage import Storage
-
-# Below this, a gather costs less than handing it to a thread and back.
-INLINE_BYTES = 128 * 1024
 
 
 class Maker:
@@ -59,6 +58,7 @@ class Maker:
         self._step: asyncio.Future[None] | None = None
         self.threads = Threads(workers)
         self.gather_seconds = 0.0
+        self.inline_gathers = self.thread_gathers = 0
         self.is_stopping: Callable[[], bool] = lambda: True
 
     def open(self, is_stopping: Callable[[], bool]) -> None:
@@ -85,15 +85,31 @@ class Maker:
 
     # -- from the draw to the batch -----------------------------------------------------------------------------------
 
-    def make(self, entry: Entry) -> None:
-        """Begin with an entry that was drawn in this turn of the history."""
+    def make(self, entry: Entry, choice: Choice) -> None:
+        """Begin with an entry that was drawn in this turn of the history.
+
+        Args:
+            entry: the entry.
+            choice: where rows are gathered.
+        """
         if self._chain.ordered:
             self._order.append(entry)
-        self._gather(entry)
+        nbytes = self._storage.gather_nbytes(len(entry.ticket.draw.indices))
+        here = choice.gathers_here(nbytes)
+        choice.drawn(nbytes)
+        self._gather(entry, here)
 
-    def only_gathers_here(self, batch_size: int) -> bool:
-        """Whether so many rows are a batch as soon as they are gathered, in the step in which they are drawn."""
-        return not self._chain.steps and not self._halted and self._storage.gather_nbytes(batch_size) <= INLINE_BYTES
+    def gathered_now(self, indices: torch.Tensor, choice: Choice) -> Any:
+        """Rows that are a batch as soon as they are gathered, if ``only_gathers_here``."""
+        choice.drawn(self._storage.gather_nbytes(len(indices)))
+        self.inline_gathers += 1
+        return self._gathered(indices)
+
+    def only_gathers_here(self, batch_size: int, choice: Choice) -> bool:
+        """Whether so many rows are gathered in the step in which they are drawn, and nothing else is done to them."""
+        return (
+            not self._chain.steps and not self._halted and choice.gathers_here(self._storage.gather_nbytes(batch_size))
+        )
 
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets in line."""
@@ -102,25 +118,28 @@ class Maker:
             self._order = deque(sorted({*self._order, *entries}, key=lambda entry: entry.ticket.number))
         for entry in entries:
             if entry.progress is None:
-                self._gate.draw(functools.partial(self._gather, entry))
+                small = self._storage.gather_nbytes(len(entry.ticket.draw.indices)) <= INLINE_BYTES
+                self._gate.draw(functools.partial(self._gather, entry, small))
             else:
                 self._transform(entry)
 
-    def _gather(self, entry: Entry) -> None:
+    def _gather(self, entry: Entry, here: bool) -> None:
         if self._halted or entry.gathering or entry.dropped or entry.progress is not None:
             return  # its turn came late: the buffer was closed meanwhile, and perhaps opened again
-        indices = entry.ticket.draw.indices
-        if self._storage.gather_nbytes(len(indices)) <= INLINE_BYTES:
+        if here:
             if self._gather_here(entry):
                 self._transform(entry)
             return
         entry.gathering = True
+        self.thread_gathers += 1
         self._gate.hold()
-        self.threads.copy(self.gathered, indices).add_done_callback(functools.partial(self._post, entry))
+        indices = entry.ticket.draw.indices
+        self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
 
     def _gather_here(self, entry: Entry) -> bool:
+        self.inline_gathers += 1
         try:
-            entry.keep(Progress(0, self.gathered(entry.ticket.draw.indices)))
+            entry.keep(Progress(0, self._gathered(entry.ticket.draw.indices)))
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, Exception):
@@ -128,7 +147,7 @@ class Maker:
             return False
         return True
 
-    def gathered(self, indices: torch.Tensor) -> Any:
+    def _gathered(self, indices: torch.Tensor) -> Any:
         """Rows of the storage, and the time that took into the statistics."""
         start = time.perf_counter()
         data = self._storage.gather(indices)

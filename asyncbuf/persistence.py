@@ -106,7 +106,7 @@ class Persistent:
     async def _adopt(self, make_plan: Callable[[], Plan]) -> None:
         async with self._pipeline.holding():
             plan = await in_thread(make_plan)
-            async with self._pipeline.resting():
+            async with self._pipeline.maker.resting():
                 await self._gate.apply(functools.partial(self._make_live, plan), alone=True)
 
     def _make_live(self, plan: Plan) -> None:

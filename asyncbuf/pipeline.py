@@ -24,11 +24,9 @@ from asyncbuf.transform import mixed_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-    from contextlib import AbstractAsyncContextManager
 
     from asyncbuf.gate import HistoryGate
     from asyncbuf.source import Source
-    from asyncbuf.threads import Threads
     from asyncbuf.transform import Chain
 
 
@@ -64,7 +62,7 @@ class Pipeline:
         self._number = 0
         self._background: Background | None = None
         self._unusable: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
-        self._maker = Maker(source.storage, chain, gate, workers, self._settled)
+        self.maker = Maker(source.storage, chain, gate, workers, self._settled)
         self._delivery: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._holding = False
         self.finished = False
@@ -86,11 +84,11 @@ class Pipeline:
 
     async def open(self) -> None:
         """Start the background tasks; tickets that were left in the line are taken up again."""
-        background = Background(self._maker.work, self._workers, crashed=self._crash, closed=self._close)
+        background = Background(self.maker.work, self._workers, crashed=self._crash, closed=self._close)
         self._background = background
-        self._maker.open(lambda: background.stopping)
+        self.maker.open(lambda: background.stopping)
         self._unusable = None
-        self._maker.go_on([entry for entry in self._entries() if not entry.settled])
+        self.maker.go_on([entry for entry in self._entries() if not entry.settled])
         await background.started()
 
     def begin_close(self) -> None:
@@ -107,7 +105,7 @@ class Pipeline:
     def _stop(self, reason: Callable[[], Exception]) -> None:
         self._unusable = reason
         self._gate.refuse(reason)
-        self._maker.halt()
+        self.maker.halt()
         for line in self._lines.values():
             line.notify_all()
 
@@ -124,7 +122,7 @@ class Pipeline:
         self._stop(reason)
 
     async def _close(self) -> None:
-        await self._maker.close()
+        await self.maker.close()
         self._background = None
 
     def finish(self) -> None:
@@ -156,12 +154,19 @@ class Pipeline:
             if line.entries[0].stage is not Stage.READY:
                 return None
             line.answered += 1
-            self._fill(line)
+            try:
+                self._fill(line)
+            except BaseException:
+                line.answered, line.error = line.answered - 1, None
+                raise
             batch = line.entries.popleft().batch
-        elif line.depth or not self._source.drawable or not self._maker.only_gathers_here(line.batch_size):
+        elif line.depth or not self._source.drawable or not self.maker.only_gathers_here(line.batch_size, line.choice):
             return None
         else:
-            batch = self._made_now(line)
+            try:
+                batch = self._made_now(line)
+            finally:
+                self._forget(line)
             if batch is None:
                 return None
             line.answered += 1
@@ -174,14 +179,14 @@ class Pipeline:
         """A batch that is drawn and gathered in this step; None if that went wrong, with the ticket in the line."""
         draw, number = self._source.draw(line.batch_size), self._number
         try:
-            data = self._maker.gathered(draw.indices)
+            data = self.maker.gathered_now(draw.indices, line.choice)
         except BaseException as error:
             self._line_up(line, draw, error)
             if not isinstance(error, Exception):
                 raise
             return None
         self._number += 1
-        self.peak_queued = self.peak_queued or 1
+        self.peak_queued = max(self.peak_queued, 1 + (self.queued if len(self._lines) > 1 else 0))
         return Batch(data, draw.indices, draw.info, number, draw.epoch, draw.last)
 
     async def take(self, line: Line, within: Pass | None = None) -> Batch | None:
@@ -205,7 +210,6 @@ class Pipeline:
             within.number = self._epoch_at(line, len(line.waiters))
         line.waiters.append(waiter)
         try:
-            self._retry_first(line)
             self._gate.draw(functools.partial(self._answer, line, waiter))
             while True:
                 batch = self._claim(line, waiter)
@@ -235,7 +239,7 @@ class Pipeline:
         if waiter in line.waiters:
             line.give_up(waiter)
         if line.waiters:
-            self._retry_first(line)
+            self._gate.draw(functools.partial(self._retry_first, line))
             if line.starves:
                 self._gate.draw(functools.partial(self._fill, line))
             line.notify()
@@ -289,6 +293,7 @@ class Pipeline:
 
     def _answer(self, line: Line, waiter: Waiter) -> None:
         """The turn of a call in the history has come: draw what it calls for."""
+        self._retry_first(line)
         line.answer(waiter)
         if waiter.answered:
             self._fill(line)
@@ -304,9 +309,12 @@ class Pipeline:
         try:
             while self._unusable is None and line.wants_more and self._may_draw(line):
                 self._line_up(line, self._source.draw(line.batch_size))
-        except Exception as error:
+        except BaseException as error:
             line.error = detached(error)
-        line.notify()
+            if not isinstance(error, Exception):
+                raise  # whoever is told of it first: the consumer is told, too
+        finally:
+            line.notify()
 
     def _may_draw(self, line: Line) -> bool:
         sampler = self._source.sampler
@@ -328,9 +336,9 @@ class Pipeline:
         line.entries.append(entry)
         self.peak_queued = max(self.peak_queued, self.queued)
         if error is None:
-            self._maker.make(entry)
+            self.maker.make(entry, line.choice)
         else:
-            self._maker.fail(entry, error)
+            self.maker.fail(entry, error)
 
     def _settled(self, entry: Entry) -> None:
         self._notify()
@@ -345,7 +353,7 @@ class Pipeline:
         if entry is not None and entry.reported and self._unusable is None:
             self.retries += 1
             entry.retry()
-            self._maker.go_on([entry])
+            self.maker.go_on([entry])
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 
@@ -366,8 +374,8 @@ class Pipeline:
 
     def _dropped(self, count: int) -> None:
         self.dropped += count
-        self._maker.next_in_order()
-        self._maker.went_on()
+        self.maker.next_in_order()
+        self.maker.went_on()
         self._gate.draw(self.written)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
@@ -390,8 +398,8 @@ class Pipeline:
         """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work."""
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
-        while self._unusable is None and self.in_flight and not self._maker.stuck:
-            if not await self._maker.step(None if deadline is None else max(0.0, deadline - loop.time())):
+        while self._unusable is None and self.in_flight and not self.maker.stuck:
+            if not await self.maker.step(None if deadline is None else max(0.0, deadline - loop.time())):
                 return
 
     def capture(self) -> Tickets:
@@ -400,7 +408,7 @@ class Pipeline:
         Raises:
             TimeoutError: a stateful transform is at work, so that its state is neither that before nor that after.
         """
-        if self._maker.changes_state:
+        if self.maker.changes_state:
             raise TimeoutError("snapshot: expected stateful transforms to have ended in time, found one at work")
         main = self.main_line
         return Tickets(
@@ -418,7 +426,7 @@ class Pipeline:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
         for line in self._lines.values():
             line.drop(spoken_for=True)
-        self._maker.forget()
+        self.maker.forget()
         self._number = tickets.number
         queues: dict[int, list[Entry]] = {}
         for saved in tickets.queue:
@@ -427,29 +435,15 @@ class Pipeline:
         for size in [*self._lines, *(size for size in queues if size not in self._lines)]:
             self.line(size).restore(queues.get(size, []))
         if self._unusable is None:
-            self._maker.go_on([entry for entry in self._entries() if not entry.settled])
+            self.maker.go_on([entry for entry in self._entries() if not entry.settled])
         self._notify()
         self._gate.draw(self.written)
-
-    @property
-    def threads(self) -> Threads:
-        """The threads of the buffer."""
-        return self._maker.threads
-
-    def resting(self) -> AbstractAsyncContextManager[None]:
-        """Let no stateful transform be at work meanwhile."""
-        return self._maker.resting()
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
     def _entries(self) -> Iterator[Entry]:
         for line in self._lines.values():
             yield from line.entries
-
-    @property
-    def gather_seconds(self) -> float:
-        """Time spent gathering."""
-        return self._maker.gather_seconds
 
     @property
     def drawn(self) -> int:

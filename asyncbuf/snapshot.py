@@ -10,7 +10,7 @@ import torch
 from asyncbuf.checkpoint.codec import decode, encode, join, split
 from asyncbuf.checkpoint.directory import Reader, Writer
 from asyncbuf.checkpoint.state import fields, same
-from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
+from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
 from asyncbuf.storage.frozen import Held
 from asyncbuf.threads import in_thread
 from asyncbuf.tickets import Tickets
@@ -239,6 +239,15 @@ class Plan:
     ) -> None:
         self._source = source
         self._chain = chain
+        try:
+            self._read(snapshot, config, elastic=elastic, moves=moves)
+        except CheckpointError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointCorruptError(f"snapshot: expected the state of a buffer, found {error!r}") from error
+
+    def _read(self, snapshot: Snapshot, config: Config, *, elastic: bool, moves: bool) -> None:
+        source, chain = self._source, self._chain
         state = _checked(snapshot._state)
         meta = snapshot._storage.meta
         if not moves:

@@ -23,6 +23,8 @@ class BufferStats(NamedTuple):
         gather_seconds: time spent gathering rows, all threads together.
         wait_seconds: time that consumers spent waiting, all together.
         retries: number of tickets that were tried again after a failure.
+        inline_gathers: how often rows were gathered on the event loop.
+        thread_gathers: how often in a thread.
     """
 
     size: int
@@ -39,3 +41,5 @@ class BufferStats(NamedTuple):
     gather_seconds: float
     wait_seconds: float
     retries: int
+    inline_gathers: int
+    thread_gathers: int

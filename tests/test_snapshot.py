@@ -627,6 +627,9 @@ MALFORMED: dict[str, tuple[Callable[[State], Any], type[CheckpointError], str]] 
     ),
     "rows negative": (put(-1, "storage", "meta", "rows"), CheckpointCorruptError, "-1"),
     "meta text": (put("rows", "storage", "meta"), CheckpointCorruptError, "storage"),
+    "chunk of numbers": (put(1, "storage", "chunks", 0, "number"), CheckpointCorruptError, "expe"),
+    "chunk without rows": (put(torch.tensor(1), "storage", "chunks", 0, "number"), CheckpointCorruptError, "expe"),
+    "meta on its head": (put([{}], "storage", "meta", "fields"), CheckpointCorruptError, "storage"),
 }
 
 
@@ -1244,7 +1247,43 @@ async def test_snapshot_within_frozen() -> None:
         await check_stream(target, expected)
 
 
-@pytest.mark.parametrize("call", ["restore", "load_state_dict", "empty", "update_priority", "finish", "frozen"])
+async def test_nothing_moves_within_frozen() -> None:
+    class Counting:
+        """Counts what it sees, and fails once."""
+
+        seen = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.seen = state["seen"]
+
+        def __call__(self, data: Any) -> Any:
+            self.seen += 1
+            if self.seen == 2:
+                raise ValueError("once")
+            return data
+
+    async with await filled(transform=Counting()) as source, Crew() as crew:
+        await source.sample()
+        with pytest.raises(PrefetchError, match="once"):
+            await source.sample()
+        async with source.frozen():
+            first = await source.state_dict()
+            others = [crew.start(call) for call in (source.sample(), source.skip(), source.flush(), source.sample())]
+            await turns(50)
+            await asyncio.sleep(0.02)
+            assert not any(task.done() for task in others)
+            assert difference(await source.state_dict(), first) is None
+        ends: list[Any] = await within(asyncio.gather(*others))
+        # Now it goes on, call by call: the one that failed is tried again, and dropped before it is a batch.
+        assert (ends[1], ends[0].number, ends[3].number) == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "call", ["restore", "load_state_dict", "empty", "update_priority", "finish", "frozen", "skip", "flush"]
+)
 async def test_what_cannot_be_done_within_frozen_says_so(call: str) -> None:
     async with await filled() as source:
         await source.sample()
@@ -1261,6 +1300,8 @@ async def test_what_cannot_be_done_within_frozen_says_so(call: str) -> None:
             "update_priority": lambda: source.update_priority([0], 1.0),
             "finish": source.finish,
             "frozen": freeze,
+            "skip": source.skip,
+            "flush": source.flush,
         }
         async with source.frozen():
             with pytest.raises(AsyncBufError, match="frozen"):
@@ -1642,3 +1683,14 @@ async def test_a_save_of_500_megabytes_stalls_nobody(
     record_property("longest", longest)
     print(longest)
     assert max(longest["save"][name] for name in ("sample", "extend")) < 0.25
+
+
+@pytest.mark.parametrize("shape", [[2**62, 2**62], [2**31], [2**64]], ids=str)
+async def test_a_shape_that_cannot_be_is_refused_by_an_empty_buffer(shape: list[int], good_state: State) -> None:
+    state = copy.deepcopy(good_state)
+    state["storage"]["meta"]["fields"][0]["shape"] = shape
+    target = buffer_with(sampler=SamplerWithoutReplacement())
+    with pytest.raises(CheckpointError, match="expected"):
+        await target.load_state_dict(state)
+    assert len(target) == 0
+    await target.load_state_dict(good_state)

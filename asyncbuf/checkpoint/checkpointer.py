@@ -14,15 +14,13 @@ import asyncio
 import logging
 import operator
 import re
-import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint.codec import decode
-from asyncbuf.checkpoint.directory import Reader, Writer, is_checkpoint, sweep
+from asyncbuf.checkpoint.directory import Reader, Writer, is_checkpoint, remove, sweep
 from asyncbuf.checkpoint.parts import (
     BUFFER,
     OBJECT,
@@ -183,9 +181,7 @@ class Checkpointer:
                 continue
             path = self.path(step)
             try:
-                # In one step, so that no half of a checkpoint is left where one is looked for.
-                gone = path.rename(path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}"))
-                shutil.rmtree(gone)
+                remove(path)
             except OSError as error:
                 logger.warning("the old checkpoint %s could not be removed: %r", path, error)
 

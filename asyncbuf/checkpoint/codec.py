@@ -113,6 +113,8 @@ def register_type(cls: type[T], *, name: str = "") -> type[T]:
 
 
 register_codec(collections.Counter, dict, collections.Counter, name="collections.Counter")
+register_codec(collections.OrderedDict, dict, collections.OrderedDict, name="collections.OrderedDict")
+register_codec(torch.Size, list, torch.Size, name="torch.Size")
 
 
 def encode(value: Any, path: str = "") -> Any:
@@ -172,7 +174,7 @@ class _Encoder:
     def _container(self, value: Any, kind: type, path: str) -> Any:
         if kind is list:
             return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-        if kind is tuple or kind is torch.Size:
+        if kind is tuple:
             return {"$tuple": [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]}
         codec = codec_of(kind)
         if codec is not None:
@@ -180,7 +182,7 @@ class _Encoder:
                 "$type": codec.name,
                 "value": self.encode(codec.encode(value), path),
             }
-        if kind is dict or kind is collections.OrderedDict:
+        if kind is dict:
             if all(type(key) is str and not key.startswith("$") for key in value):
                 return {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}
             pairs = value.items()

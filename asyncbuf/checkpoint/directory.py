@@ -15,7 +15,6 @@ import re
 import secrets
 import shutil
 import stat
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -25,6 +24,7 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as render_tensors
 
 from asyncbuf.checkpoint.codec import DTYPES
+from asyncbuf.checkpoint.presence import Presence
 from asyncbuf.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -53,11 +53,6 @@ _DTYPES = {
 _RESERVED = "__metadata__"
 
 
-# The keys of the saves that are under way in this process, and what lets one of them at a time commit.
-_active: set[str] = set()
-_commits = threading.Lock()
-
-
 class StoppedError(Exception):
     """The save was given up while its thread was at work."""
 
@@ -77,6 +72,7 @@ class Writer:
         self._key = secrets.token_hex(8)
         self._unseen = f"{MANIFEST}.{self._key}"
         self._stopped = self._committed = False
+        self._presence: Presence | None = None
 
     def __enter__(self) -> Self:
         """Make the directory that nobody sees yet.
@@ -91,19 +87,20 @@ class Writer:
         else:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._root = self._path.with_name(f".{self._path.name}.tmp-{self._key}")
+        self._presence = Presence(self._path.parent, self._path)
         self._data = self._root / f"data-{self._key}"
         self._data.mkdir(parents=True)
-        _active.add(self._key)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Remove what was written, unless it was committed."""
-        _active.discard(self._key)
         if not self._committed:
             shutil.rmtree(
                 self._data if self._root == self._path else self._root,
                 ignore_errors=True,
             )
+        if self._presence is not None:
+            self._presence.leave()
 
     def stop(self) -> None:
         """Give up, from another thread: the next write raises."""
@@ -128,7 +125,8 @@ class Writer:
         }
         content = render_tensors(stored, metadata={"format": "pt"})
         path = self._data / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(path.relative_to(self._data).parents[:-1]):
+            (self._data / folder).mkdir(exist_ok=True)
         _write_file(path, content)
         entry: dict[str, Any] = {
             "bytes": len(content),
@@ -153,19 +151,22 @@ class Writer:
             "state": state,
         }
         _write_file(self._root / self._unseen, _rendered(body))
-        with _commits:
-            (self._root / self._unseen).replace(self._root / MANIFEST)
-            _sync(self._root)
-            if self._root != self._path:
-                self._move_into_place()
-            self._committed = True
-            _sync(self._path.parent)
+        (self._root / self._unseen).replace(self._root / MANIFEST)
+        _sync(self._root)
+        assert self._presence is not None
+        if self._root != self._path:
+            self._move_into_place()
+            self._presence.enter(self._path)
+        self._committed = True
+        _sync(self._path.parent)
+        if self._presence.alone():
             self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
+        # Of two saves at once, the one that committed last is the checkpoint.
+        committed = _read_manifest(self._path)["data"]
         for entry in self._path.iterdir():
-            # What another save in this process is writing beside this one is no leftover.
-            if not _is_ours(entry) or entry.name == self._data.name or any(key in entry.name for key in _active):
+            if not _is_ours(entry) or entry.name == committed:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -199,6 +200,7 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._presence = Presence(self._path)  # a save that replaces the checkpoint leaves these files alone
         body = _read_manifest(self._path)
         self.state: Any = body["state"]
         self._data = self._path / body["data"]
@@ -253,8 +255,11 @@ class Reader:
         self._check(name, entry)
         path = self._data / name
         # Read, not mapped: a file that is cut while it is mapped ends the process.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-            content = file.read(entry["bytes"] + 1)
+        try:
+            with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+                content = file.read(entry["bytes"] + 1)
+        except FileNotFoundError as error:
+            raise CheckpointCorruptError(f"{path}: expected a file of {entry['bytes']} bytes, found none") from error
         digest = hashlib.sha256(content).hexdigest()
         if len(content) != entry["bytes"] or digest != entry["sha256"]:
             raise CheckpointCorruptError(f"{path}: expected the SHA-256 digest {entry['sha256']}, found {digest}")
@@ -272,21 +277,38 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what interrupted saves left beside the checkpoints in a directory. Nobody may be saving there."""
-    for entry in directory.iterdir():
-        if _TEMPORARY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
+    """Remove what interrupted saves left beside the checkpoints in a directory, unless somebody is saving there."""
+    presence = Presence(directory)
+    try:
+        for entry in directory.iterdir() if presence.alone() else ():
+            if _TEMPORARY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+    finally:
+        presence.leave()
+
+
+def remove(path: Path) -> bool:
+    """Remove a checkpoint that nobody reads: whether that was so. In one step, so that no half of it is ever found."""
+    presence = Presence(path)
+    try:
+        if not presence.alone():
+            return False
+        gone = path.rename(path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}"))
+        shutil.rmtree(gone)
+    finally:
+        presence.leave()
+    return True
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = path / MANIFEST
     try:
         size = manifest.lstat().st_size
-    except OSError as error:
+        if manifest.is_symlink() or not manifest.is_file() or size > MANIFEST_BYTES:
+            raise CheckpointCorruptError(f"{manifest}: expected a file of at most {MANIFEST_BYTES} bytes, found {size}")
+        content = manifest.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{path}: expected a checkpoint with a {MANIFEST}, found none") from error
-    if manifest.is_symlink() or not manifest.is_file() or size > MANIFEST_BYTES:
-        raise CheckpointCorruptError(f"{manifest}: expected a file of at most {MANIFEST_BYTES} bytes, found {size}")
-    content = manifest.read_bytes()
     try:
         document = json.loads(content, object_pairs_hook=_unique, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
@@ -373,6 +395,10 @@ def _libraries() -> dict[str, str]:
 
 
 def _renamed(key: str) -> str:
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{key!r}: expected the name of a tensor that is valid Unicode, found {error}") from error
     return key + "/" if key.rstrip("/") == _RESERVED else key
 
 

@@ -88,6 +88,8 @@ def as_bits(leaf: Any, path: str) -> tuple[np.ndarray[Any, Any], torch.dtype, bo
         SchemaError: the leaf cannot be stored as a tensor.
     """
     if type(leaf) is np.ndarray or isinstance(leaf, (np.ndarray, np.generic)):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise SchemaError(f"{path}: expected a plain array, found one with a mask")
         array = np.asarray(leaf)
         dtype = _FROM_NUMPY.get(array.dtype)
         if dtype is None and (dtype := _FROM_NUMPY.get(array.dtype.newbyteorder("="))) is not None:
@@ -116,7 +118,7 @@ def as_bits(leaf: Any, path: str) -> tuple[np.ndarray[Any, Any], torch.dtype, bo
 
 
 def _tensor_bits(leaf: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
-    if leaf.layout is not torch.strided or leaf.dtype not in _BITS:
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.dtype not in _BITS:
         raise SchemaError(f"{path}: expected a dense tensor of a plain dtype, found {leaf.dtype}, {leaf.layout}")
     if leaf.is_meta:
         raise SchemaError(f"{path}: expected a tensor with data, found one on the meta device")
@@ -125,7 +127,10 @@ def _tensor_bits(leaf: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
         plain = plain.cpu()
     plain = plain.resolve_conj().resolve_neg()
     carrier = _BITS[leaf.dtype][1]
-    bits: np.ndarray[Any, Any] = (plain if carrier is None else plain.view(carrier)).numpy()
+    try:
+        bits: np.ndarray[Any, Any] = (plain if carrier is None else plain.view(carrier)).numpy()
+    except ValueError as error:  # numpy has fewer axes
+        raise SchemaError(f"{path}: expected a tensor that numpy can hold: {error}") from error
     return bits
 
 

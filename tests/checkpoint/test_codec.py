@@ -414,6 +414,13 @@ def test_composite_flag_comes_back(value: Access) -> None:
     check(through_json(value), value)
 
 
+@pytest.mark.parametrize("value", [collections.OrderedDict(b=1, a=(2,)), torch.Size([2, 3])], ids=["ordered", "size"])
+def test_type_comes_back(value: Any) -> None:
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value
+    assert type(back) is type(value)
+
+
 @pytest.mark.parametrize(
     "value",
     [collections.Counter("aab"), collections.defaultdict(list, a=[1])],

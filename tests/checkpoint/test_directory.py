@@ -30,7 +30,16 @@ from asyncbuf import (
     CheckpointVersionError,
 )
 from asyncbuf.checkpoint.codec import DTYPES
-from asyncbuf.checkpoint.directory import MANIFEST, MANIFEST_BYTES, Reader, StoppedError, Writer, is_checkpoint, sweep
+from asyncbuf.checkpoint.directory import (
+    MANIFEST,
+    MANIFEST_BYTES,
+    Reader,
+    StoppedError,
+    Writer,
+    is_checkpoint,
+    remove,
+    sweep,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -349,6 +358,104 @@ def test_sweep_takes_what_interrupted_saves_left_and_nothing_else(tmp_path: Path
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def test_sweep_leaves_alone_what_is_being_saved(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Writer(path) as writer:
+        writer.write(FILES[0], contents(1)[FILES[0]])
+        sweep(tmp_path)
+        for name in FILES[1:]:
+            writer.write(name, contents(1)[name])
+        writer.commit({"number": 1})
+    assert load(path) == 1
+    sweep(tmp_path)
+    assert leftovers(path) == []
+
+
+@pytest.mark.parametrize("first_is_there", [False, True])
+def test_the_save_that_commits_last_is_the_checkpoint(tmp_path: Path, first_is_there: bool) -> None:
+    path = tmp_path / "run"
+    if first_is_there:
+        save(path, 0)
+    with Writer(path) as one, Writer(path) as other:
+        for number, writer in ((1, one), (2, other)):
+            for name, tensors in contents(number).items():
+                writer.write(name, tensors)
+        other.commit({"number": 2})
+        assert load(path) == 2
+        one.commit({"number": 1})
+        assert load(path) == 1
+    assert load(path) == 1
+    save(path, 3)
+    assert load(path) == 3
+    assert leftovers(path) == []
+
+
+def test_a_reader_keeps_what_it_reads(path: Path) -> None:
+    reader = Reader(path)
+    save(path, 2)
+    for name, tensors in contents(1).items():
+        assert reader.read(name)["x"].equal(tensors["x"])
+    assert load(path) == 2
+    del reader
+    save(path, 3)
+    assert leftovers(path) == []
+
+
+def test_a_checkpoint_that_is_read_is_not_removed(path: Path) -> None:
+    reader = Reader(path)
+    assert not remove(path)
+    assert load(path) == 1
+    del reader
+    assert remove(path)
+    assert not any(path.parent.iterdir())
+
+
+def test_threads_that_save_and_load_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    save(path, 0)
+    errors: list[BaseException] = []
+
+    def work(action: Callable[[int], object]) -> None:
+        try:
+            for number in range(60):
+                action(number)
+        except BaseException as error:
+            errors.append(error)
+
+    actions: list[Callable[[int], object]] = [lambda n: save(path, n)] * 3 + [lambda n: load(path)] * 3
+    threads = [threading.Thread(target=work, args=(action,)) for action in (*actions, lambda n: sweep(tmp_path))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    save(path, 7)
+    assert load(path) == 7
+    assert leftovers(path) == []
+
+
+@pytest.mark.timeout(170)  # processes that import torch
+def test_processes_that_save_and_load_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    code = (
+        "import sys; from pathlib import Path; from tests.checkpoint.test_directory import load, save, sweep\n"
+        "path = Path(sys.argv[1])\n"
+        "for i in range(100): save(path, int(sys.argv[2])); sweep(path.parent); load(path)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(path), str(number)], cwd=ROOT, stderr=subprocess.PIPE)
+        for number in range(3)
+    ]
+    outputs = [process.communicate(timeout=150)[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert load(path) in range(3)
+    save(path, 7)
+    assert leftovers(path) == []
 
 
 def files_of(path: Path) -> list[Path]:
@@ -675,7 +782,8 @@ def test_planted_pickle_is_never_opened(path: Path, opened: list[str], monkeypat
     opened.clear()
     assert load(path) == 1
     assert any(name.endswith(FILES[0]) for name in opened)
-    assert not [name for name in opened if not name.endswith((".safetensors", MANIFEST))]
+    # Directories are opened to lock them.
+    assert not [name for name in opened if not name.endswith((".safetensors", MANIFEST)) and not Path(name).is_dir()]
     assert not Path("exploded").exists()
 
 

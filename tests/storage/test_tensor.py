@@ -676,6 +676,14 @@ FIRST: dict[str, tuple[Any, str]] = {
     "no axis": ({"x": torch.tensor(1.0)}, "x: expected a leading axis of items, found a Tensor without axes"),
     "object": ({"x": np.array([None])}, "x: expected numbers, found a numpy array of dtype object"),
     "string": ("abc", ".: expected a leading axis of items, found a str"),
+    "mask": (
+        {"x": np.ma.masked_array(np.zeros(3), [False, True, False])},
+        "x: expected a plain array, found one with a mask",
+    ),
+    "nested": (
+        {"x": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)},
+        "x: expected a dense tensor of a plain dtype, found torch.float32, torch.jagged",
+    ),
     "list of items": (
         [{"x": torch.zeros(4)}, {"x": torch.zeros(4)}],
         "expected a tree whose leaves have a leading axis of items, found a list of 2 items: stack them, add() them "

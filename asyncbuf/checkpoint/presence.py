@@ -1,0 +1,65 @@
+"""Who is at work in a directory of checkpoints, in this process or in another.
+
+Savers and readers are there together. Whoever removes something must be there alone, and leaves it to the next one
+where that is not so. The locks lie on the directories themselves (``flock``), so a process that is killed leaves none
+behind. Where a system or file system has no such locks, one process at a time may use a directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - not POSIX
+    fcntl = None  # type: ignore[assignment, unused-ignore]
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Presence:
+    """Being at work in directories, until ``leave``. May wait for somebody who removes something at the moment.
+
+    Args:
+        directories: those that are there are entered.
+    """
+
+    def __init__(self, *directories: Path) -> None:
+        self._handles: list[int] = []
+        for directory in directories:
+            self.enter(directory)
+
+    def enter(self, directory: Path) -> None:
+        """Be at work in one more directory."""
+        with contextlib.suppress(OSError):
+            handle = os.open(directory, os.O_RDONLY)
+            self._handles.append(handle)
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+
+    def alone(self) -> bool:
+        """Whether nobody else is there. If so, nobody enters before ``leave``."""
+        for handle in self._handles if fcntl is not None else ():
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:  # no such locks here
+                continue
+        return True
+
+    def leave(self) -> None:
+        """Be gone."""
+        while self._handles:
+            handle = self._handles.pop()
+            with contextlib.suppress(OSError):
+                if fcntl is not None:
+                    fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+            os.close(handle)
+
+    def __del__(self) -> None:
+        """Be gone with the last reference."""
+        self.leave()
