@@ -1685,8 +1685,8 @@ async def test_a_save_of_500_megabytes_stalls_nobody(
     assert max(longest["save"][name] for name in ("sample", "extend")) < 0.25
 
 
-@pytest.mark.parametrize("shape", [[2**62, 2**62], [2**31], [2**64]], ids=str)
-async def test_a_shape_that_cannot_be_is_refused_by_an_empty_buffer(shape: list[int], good_state: State) -> None:
+@pytest.mark.parametrize("shape", [[2**62, 2**62], [2**31], [2**64], [True], ["3"], [1.5], [-1], "3"], ids=str)
+async def test_a_shape_that_cannot_be_is_refused_by_an_empty_buffer(shape: Any, good_state: State) -> None:
     state = copy.deepcopy(good_state)
     state["storage"]["meta"]["fields"][0]["shape"] = shape
     target = buffer_with(sampler=SamplerWithoutReplacement())

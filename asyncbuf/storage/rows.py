@@ -127,15 +127,15 @@ def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
             Field(
                 str(field["path"]),
                 dtype_named(field["dtype"]),
-                tuple(int(length) for length in field["shape"]),
+                tuple(field["shape"]),
             )
             for field in meta["fields"]
         )
         count = meta["rows"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"storage: expected a description of rows, found {error!r}") from error
-    sizes = [length for field in fields for length in field.shape]
-    if type(count) is not int or min(count, *sizes, 0) < 0 or [field.path for field in fields] != spec.paths():
+    sizes = [count, *(length for field in fields for length in field.shape)]
+    if any(type(size) is not int or size < 0 for size in sizes) or [field.path for field in fields] != spec.paths():
         raise CheckpointCorruptError(f"storage: expected {count!r} rows of {spec}, found {[str(f) for f in fields]}")
     return spec, fields, count
 
