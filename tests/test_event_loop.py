@@ -39,7 +39,7 @@ class Watched(TensorStorage):
         return super().gather(indices)
 
 
-@pytest.mark.parametrize("width", [1, 50_000])
+@pytest.mark.parametrize("width", [1, 100_000])
 async def test_large_copies_are_made_in_threads_and_small_ones_here(width: int) -> None:
     storage = Watched(100)
     buffer = ReplayBuffer(storage, batch_size=8, prefetch=2)
