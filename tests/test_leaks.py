@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -487,6 +488,52 @@ async def test_a_stream_keeps_the_buffer() -> None:
     await until(lambda: not background_tasks())
     await turns()
     assert not make.left()
+
+
+MEMORY = """
+import asyncio, sys
+import torch
+from asyncbuf import ReplayBuffer, TensorStorage
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+async def main(count, calls, depth):
+    fields = {"obs": (17,), "action": (6,), "reward": (), "next_obs": (17,)}
+    items = {name: torch.zeros(10_000, *shape) for name, shape in fields.items()}
+    items["terminated"] = torch.zeros(10_000, dtype=torch.bool)
+    buffer = ReplayBuffer(TensorStorage(100 * count), batch_size=256, prefetch=depth)
+    async with buffer:
+        await buffer.extend(items)
+        for _ in range(1000):
+            await buffer.sample()
+        before = resident()
+        for _ in range(count // 10_000):
+            await buffer.extend(items)
+        stored = resident() - before
+        before = resident()
+        for _ in range(calls):
+            await buffer.sample()
+        print(stored, resident() - before)
+
+asyncio.run(main(*map(int, sys.argv[1:])))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("depth", [0, 4])
+@pytest.mark.parametrize("calls", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_memory_is_what_is_stored(calls: int, depth: int) -> None:
+    count = 500_000
+    process = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(count), str(calls), str(depth)], capture_output=True, text=True, check=True
+    )
+    stored, grown = map(int, process.stdout.split())
+    print(f"\n{stored / (165 * count) - 1:+.1%} of the bytes stored, {grown / 1e3:+.0f} KB after {calls:,} batches")
+    assert stored < 1.05 * 165 * count
+    assert grown < 2_000_000
 
 
 async def _opened(make: Maker) -> ReplayBuffer:

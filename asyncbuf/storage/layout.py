@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from asyncbuf.storage.leaf import Field
 
 PACKED_FIELD_BYTES = 2048
-_ALIGNMENT = 16
 # So that a capacity beyond today's memory may be asked for before it is filled. Python names the flag from 3.13 on.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -72,8 +71,9 @@ def plan(fields: Sequence[Field]) -> Layout:
 
 def _record(members: Sequence[tuple[str, Field]]) -> np.dtype[np.void]:
     offsets = np.cumsum([0, *(field.nbytes for _, field in members)]).tolist()
-    # A lone field needs no padding: its rows are aligned by themselves.
-    size = offsets[-1] if len(members) == 1 else -(-offsets[-1] // _ALIGNMENT) * _ALIGNMENT
+    # Tensors need strides of whole elements; more than that would only take memory.
+    widest = max(field.bits.itemsize for _, field in members)
+    size = -(-offsets[-1] // widest) * widest
     return np.dtype(
         {
             "names": [name for name, _ in members],
