@@ -173,6 +173,8 @@ class Pipeline:
         line.taken += 1
         self.delivered += 1
         self._forget(line)
+        if batch is not None and self.chain.handed_over is not None:
+            self.chain.handed_over(batch.data)
         return batch
 
     def _made_now(self, line: Line) -> Batch | None:
@@ -287,6 +289,8 @@ class Pipeline:
         self.delivered += 1
         if waiter.within is not None:
             waiter.within.begun = True
+        if self.chain.handed_over is not None:
+            self.chain.handed_over(entry.batch.data)
         return line.hand_over()
 
     # -- drawing ------------------------------------------------------------------------------------------------------
@@ -429,9 +433,10 @@ class Pipeline:
         self.maker.forget()
         self._number = tickets.number
         queues: dict[int, list[Entry]] = {}
+        delivery = len(self.chain.steps) - 1 if self.chain.delivers else None
         for saved in tickets.queue:
             size = self._batch_size if saved.is_main and self._batch_size is not None else saved.batch_size
-            queues.setdefault(size, []).append(saved.entry())
+            queues.setdefault(size, []).append(saved.entry(delivery))
         for size in [*self._lines, *(size for size in queues if size not in self._lines)]:
             self.line(size).restore(queues.get(size, []))
         if self._unusable is None:

@@ -46,10 +46,16 @@ class SavedTicket:
             return cls(entry.ticket, batch_size, is_main, entry.progress.step, entry.progress.data)
         return cls(entry.ticket, batch_size, is_main, -1, None)
 
-    def entry(self) -> Entry:
-        """A ticket that stands in line again."""
+    def entry(self, delivery: int | None = None) -> Entry:
+        """A ticket that stands in line again.
+
+        Args:
+            delivery: the step that brings a batch to its device. It is done again: tensors are saved on the CPU.
+        """
         entry = Entry(self.ticket, is_prefetched=self.is_main)
-        if self.step is None:
+        if self.step is None and delivery is not None:
+            entry.keep(Progress(delivery, self.data))
+        elif self.step is None:
             entry.ready(self.data)
         elif self.step >= 0:
             entry.keep(Progress(self.step, self.data))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncbuf import tree
+from asyncbuf.delivery import Delivery
 from asyncbuf.threads import Threads, finish
 
 INLINE_SECONDS = 50e-6
@@ -89,8 +89,7 @@ class Chain:
             seeded from its ticket and its position. It should not change the tensors that it gets.
         foreign_collate: whether ``collate`` is the user's.
         device: where the tensors go in the end; None leaves them.
-        pin_memory: whether they are copied to page-locked memory first. Needs an accelerator; ignored, with a warning,
-            where there is none, as in ``torch.utils.data.DataLoader``.
+        pin_memory: whether they are copied to page-locked memory first.
 
     Raises:
         TypeError: a transform is not callable, or has ``state_dict`` without ``load_state_dict``.
@@ -119,9 +118,15 @@ class Chain:
             name = f"transform {i}, {getattr(function, '__qualname__', None) or type(function).__qualname__}"
             takes_generator, is_async = _accepts_generator(function), _is_async(function)
             calls.append(_Call(function, name, i, takes_generator, is_async, is_foreign=True))
-        self.steps = tuple(calls + _delivery(device, pin_memory))
+        self._delivery = Delivery(device, pin_memory)
+        if self._delivery.is_needed:
+            calls.append(_Call(self._delivery, "device"))
+        self.delivers = self._delivery.is_needed
+        self.handed_over = self._delivery.handed_over if self._delivery.waits else None
+        self.steps = tuple(calls)
         # Functions that are quick are not worth a thread, unless they do not finish what they began.
-        self._may_be_quick = not self.ordered and not any(step.is_async for step in self.steps)
+        waits = self._delivery.waits or any(step.is_async for step in self.steps)
+        self._may_be_quick = not self.ordered and not waits
         self._seconds = 0.0
         self._runs = 0
 
@@ -235,23 +240,3 @@ def _accepts_generator(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # some built-in functions have no signature
         return False
     return "generator" in parameters
-
-
-def _delivery(device: torch.device | str | None, pin_memory: bool) -> list[_Call]:
-    calls = []
-    if pin_memory and not torch.accelerator.is_available():
-        warnings.warn("pin_memory: expected an accelerator, found none; memory is not pinned", stacklevel=4)
-    elif pin_memory:
-        calls.append(_Call(lambda data: _each_tensor(torch.Tensor.pin_memory, data), "pin_memory"))
-    if device is not None:
-        target = torch.device(device)
-        try:
-            torch.empty(0, device=target)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise ValueError(f"device: expected one that is there, found {target}: {error}") from error
-        calls.append(_Call(lambda data: _each_tensor(lambda t: t.to(target, non_blocking=pin_memory), data), "device"))
-    return calls
-
-
-def _each_tensor(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    return tree.map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
