@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from asyncbuf.arguments import count, expect
-from asyncbuf.choice import INLINE_BYTES
+from asyncbuf.choice import WRITE_INLINE_BYTES
 from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
 from asyncbuf.gate import HistoryGate
 from asyncbuf.persistence import Persistent
@@ -234,7 +234,7 @@ class ReplayBuffer(Persistent):
         """Write items: all of them or, with an error, none.
 
         A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
-        with more than 128 KiB, all of them are written before the call ends as cancelled.
+        with more than 1 MiB, all of them are written before the call ends as cancelled.
 
         Args:
             items: a tree whose leaves have shape ``[items, *item]``, which are copied; for ``ListStorage`` a sequence
@@ -262,7 +262,7 @@ class ReplayBuffer(Persistent):
         await self._turn()
         self._check_writable()
         prepared = prepare()
-        if prepared.nbytes <= INLINE_BYTES:
+        if prepared.nbytes <= WRITE_INLINE_BYTES:
             return await self._gate.apply(functools.partial(self._write_here, prepared, prepare), alone=True)
         return await self._write_in_thread(prepared, prepare)
 

@@ -13,6 +13,8 @@ import time
 INLINE_BYTES = 128 * 1024
 THREAD_BYTES = 2 * 1024 * 1024
 """Up to the one, rows are gathered on the event loop; beyond the other, in a thread."""
+WRITE_INLINE_BYTES = 1024 * 1024
+"""Up to this, rows are written on the event loop: a write is waited for, so a thread would only add its price."""
 
 # A trial: draws that pass until the line is in step, then draws that are timed, of which the slowest do not count.
 _PASSED = 8
