@@ -248,7 +248,7 @@ class ReplayBuffer(Persistent):
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
         """
-        return await self._write(functools.partial(self._storage.prepare, items))
+        return await self._write(self._storage.prepare, items)
 
     async def add(self, item: Any) -> int:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
@@ -256,26 +256,30 @@ class ReplayBuffer(Persistent):
         Returns:
             Its row.
         """
-        return int((await self._write(functools.partial(self._storage.prepare_one, item)))[0])
+        return int((await self._write(self._storage.prepare_one, item))[0])
 
-    async def _write(self, prepare: Callable[[], Prepared]) -> torch.Tensor:
+    async def _write(self, prepare: Callable[[Any], Prepared], items: Any) -> torch.Tensor:
         await self._turn()
         self._check_writable()
-        prepared = prepare()
-        if prepared.nbytes <= WRITE_INLINE_BYTES:
-            return await self._gate.apply(functools.partial(self._write_here, prepared, prepare), alone=True)
-        return await self._write_in_thread(prepared, prepare)
+        prepared = prepare(items)
+        if prepared.nbytes > WRITE_INLINE_BYTES:
+            return await self._write_in_thread(prepared, prepare, items)
+        if self._gate.is_free_for_writes:
+            return self._gate.at_once(functools.partial(self._write_here, prepared))
+        async with self._gate.turn(alone=True):
+            return self._write_here(self._confirmed(prepared, prepare, items))
 
-    def _write_here(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> torch.Tensor:
-        prepared = self._confirmed(prepared, prepare)
+    def _write_here(self, prepared: Prepared) -> torch.Tensor:
         placement = self._source.place(prepared)
         self._storage.write(prepared, placement.runs)
         return self._commit(placement)
 
-    async def _write_in_thread(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> torch.Tensor:
+    async def _write_in_thread(
+        self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any
+    ) -> torch.Tensor:
         threads = self._pipeline.maker.threads
         async with self._gate.turn(alone=True):
-            prepared = self._confirmed(prepared, prepare)
+            prepared = self._confirmed(prepared, prepare, items)
             placement = self._source.place(prepared)
             copied = threads.copy(self._storage.write, prepared, placement.runs)
             cancelled = await finish(copied)
@@ -290,10 +294,10 @@ class ReplayBuffer(Persistent):
             del cancelled
         return rows
 
-    def _confirmed(self, prepared: Prepared, prepare: Callable[[], Prepared]) -> Prepared:
+    def _confirmed(self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any) -> Prepared:
         """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
         self._check_writable()
-        return prepared if self._storage.is_current(prepared) else prepare()
+        return prepared if self._storage.is_current(prepared) else prepare(items)
 
     def _commit(self, placement: Placement) -> torch.Tensor:
         rows = self._source.commit(placement)
@@ -492,6 +496,4 @@ def _one_turn() -> Generator[None, None, None]:
 
 
 def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:
-    if transform is None:
-        return []
-    return list(transform) if isinstance(transform, Sequence) else [transform]
+    return [] if transform is None else list(transform) if isinstance(transform, Sequence) else [transform]

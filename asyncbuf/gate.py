@@ -109,14 +109,24 @@ class HistoryGate:
             What the action returns. A cancelled call has not done it.
         """
         if self.is_free and not (alone and self._holds):
-            self._pumping = True  # draws that the action asks for come after it
-            try:
-                return action()
-            finally:
-                self._pumping = False
-                self._pump()
+            return self.at_once(action)
         async with self.turn(alone=alone):
             return action()
+
+    @property
+    def is_free_for_writes(self) -> bool:
+        """Whether a write that is asked for now takes effect now."""
+        return not (self._queue or self._writing or self._pumping or self._holds)
+
+    def at_once(self, action: Callable[[], T]) -> T:
+        """Do something short whose turn is now, because nothing is in the way."""
+        self._pumping = True  # draws that the action asks for come after it
+        try:
+            return action()
+        finally:
+            self._pumping = False
+            if self._queue:
+                self._pump()
 
     @asynccontextmanager
     async def turn(self, *, alone: bool) -> AsyncIterator[None]:
