@@ -94,14 +94,14 @@ class Maker:
         """
         if self._chain.ordered:
             self._order.append(entry)
-        nbytes = self._storage.gather_nbytes(len(entry.ticket.draw.indices))
+        nbytes = self._storage.gather_nbytes(entry.ticket.draw.indices.shape[0])
         here = choice.gathers_here(nbytes)
         choice.drawn(nbytes)
         self._gather(entry, here)
 
     def gathered_now(self, indices: torch.Tensor, choice: Choice) -> Any:
         """Rows that are a batch as soon as they are gathered, if ``only_gathers_here``."""
-        choice.drawn(self._storage.gather_nbytes(len(indices)))
+        choice.drawn(self._storage.gather_nbytes(indices.shape[0]))
         self.inline_gathers += 1
         return self._gathered(indices)
 
@@ -118,7 +118,7 @@ class Maker:
             self._order = deque(sorted({*self._order, *entries}, key=lambda entry: entry.ticket.number))
         for entry in entries:
             if entry.progress is None:
-                small = self._storage.gather_nbytes(len(entry.ticket.draw.indices)) <= INLINE_BYTES
+                small = self._storage.gather_nbytes(entry.ticket.draw.indices.shape[0]) <= INLINE_BYTES
                 self._gate.draw(functools.partial(self._gather, entry, small))
             else:
                 self._transform(entry)
