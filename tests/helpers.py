@@ -139,7 +139,7 @@ class Stop:
         self.go.wait()
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """A hook that does nothing."""
 
 
@@ -171,6 +171,29 @@ class ThreadedStorage(TensorStorage):
     def gather(self, indices: torch.Tensor) -> Any:
         self.on_gather()
         return super().gather(indices)
+
+
+class CountingTransform:
+    """A transform whose state is the number of batches that it has seen; it writes that beside the data.
+
+    Args:
+        hook: called with the number, before the data is returned.
+    """
+
+    def __init__(self, hook: Callable[[int], object] = nothing) -> None:
+        self.seen = 0
+        self._hook = hook
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+    def __call__(self, data: Any) -> Any:
+        self.seen += 1
+        self._hook(self.seen)
+        return {**data, "seen": torch.full((len(next(iter(data.values()))),), self.seen)}
 
 
 class WeightedSampler(RandomSampler):

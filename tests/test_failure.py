@@ -35,6 +35,7 @@ from asyncbuf import (
 
 from .helpers import (
     SECONDS,
+    CountingTransform,
     Crew,
     Latch,
     Stop,
@@ -1034,24 +1035,11 @@ async def test_closing_and_opening_again_goes_on_exactly(depth: int, kind: str, 
 async def test_closing_while_a_stateful_transform_runs(depth: int) -> None:
     stop = Stop()
 
-    class Count:
-        """Numbers the batches."""
+    def hook(seen: int) -> None:
+        if seen == 3:
+            stop()
 
-        seen = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"seen": self.seen}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.seen = state["seen"]
-
-        def __call__(self, data: Any) -> Any:
-            self.seen += 1
-            if self.seen == 3:
-                stop()
-            return {**data, "seen": torch.full((4,), self.seen)}
-
-    buffer = in_order(Count(), prefetch=depth)
+    buffer = in_order(CountingTransform(hook), prefetch=depth)
     await buffer.extend(rows(80))
     async with Crew() as crew:
         await buffer.open()

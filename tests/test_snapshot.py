@@ -38,7 +38,18 @@ from asyncbuf import (
 )
 from asyncbuf.testing import WAYS, assert_same_batch, difference
 
-from .helpers import SECONDS, Crew, Stop, ThreadedStorage, background_tasks, seeded, turns, until, within
+from .helpers import (
+    SECONDS,
+    CountingTransform,
+    Crew,
+    Stop,
+    ThreadedStorage,
+    background_tasks,
+    seeded,
+    turns,
+    until,
+    within,
+)
 from .resume_helpers import (
     Average,
     Blocking,
@@ -1248,24 +1259,11 @@ async def test_snapshot_within_frozen() -> None:
 
 
 async def test_nothing_moves_within_frozen() -> None:
-    class Counting:
-        """Counts what it sees, and fails once."""
+    def hook(seen: int) -> None:
+        if seen == 2:
+            raise ValueError("once")
 
-        seen = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"seen": self.seen}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.seen = state["seen"]
-
-        def __call__(self, data: Any) -> Any:
-            self.seen += 1
-            if self.seen == 2:
-                raise ValueError("once")
-            return data
-
-    async with await filled(transform=Counting()) as source, Crew() as crew:
+    async with await filled(transform=CountingTransform(hook)) as source, Crew() as crew:
         await source.sample()
         with pytest.raises(PrefetchError, match="once"):
             await source.sample()
