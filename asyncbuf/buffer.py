@@ -396,7 +396,7 @@ class ReplayBuffer(Persistent):
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
         await self._turn()
         line = self._line(None)
-        batch = self._pipeline.take_now(line) if stream.within is None else None
+        batch = self._pipeline.take_now(line, stream.within)
         return batch if batch is not None else await self._pipeline.take(line, stream.within)
 
     @property

@@ -140,7 +140,7 @@ class Pipeline:
             line = self._lines[batch_size] = Line(batch_size, 0)
         return line
 
-    def take_now(self, line: Line) -> Batch | None:
+    def take_now(self, line: Line, within: Pass | None = None) -> Batch | None:
         """The next batch of a line, if it is there or can be made in this step, and nobody waits for it.
 
         What happens is what would happen in ``take``, without what a call needs that may have to wait.
@@ -149,6 +149,8 @@ class Pipeline:
             The batch; None if there is a reason to wait, or to raise: ``take`` knows it.
         """
         if self._unusable is not None or line.waiters or self._holding or not self._gate.is_free:
+            return None
+        if within is not None and not self._is_next(line, within):
             return None
         if line.entries:
             if line.entries[0].stage is not Stage.READY:
@@ -173,6 +175,8 @@ class Pipeline:
         line.taken += 1
         self.delivered += 1
         self._forget(line)
+        if within is not None:
+            within.begun = True
         if batch is not None and self.chain.handed_over is not None:
             self.chain.handed_over(batch.data)
         return batch
@@ -208,8 +212,8 @@ class Pipeline:
         if self._unusable is not None:
             raise self._unusable()
         waiter = Waiter(within)
-        if within is not None and within.number is None:
-            within.number = self._epoch_at(line, len(line.waiters))
+        if within is not None:
+            self._begin(line, within)
         line.waiters.append(waiter)
         try:
             self._gate.draw(functools.partial(self._answer, line, waiter))
@@ -224,11 +228,18 @@ class Pipeline:
         finally:
             self._leave(line, waiter)
 
-    def _epoch_at(self, line: Line, position: int) -> int | None:
-        """Number of the pass that a ticket belongs to, drawn or not."""
-        if position < len(line.entries):
-            return line.entries[position].ticket.draw.epoch
-        return self._next_epoch(line)
+    def _begin(self, line: Line, within: Pass) -> None:
+        """A pass that was not asked for yet is the one of the ticket that this call will get, drawn or not."""
+        position = len(line.waiters)
+        if within.number is None and position < len(line.entries):
+            within.number = line.entries[position].ticket.draw.epoch
+        elif within.number is None:
+            within.number = self._next_epoch(line)
+
+    def _is_next(self, line: Line, within: Pass) -> bool:
+        """Whether the next ticket of a line at which nobody waits, drawn or not, belongs to a pass."""
+        self._begin(line, within)
+        return within.takes(line.entries[0]) if line.entries else within.number == self._next_epoch(line)
 
     def _next_epoch(self, line: Line) -> int | None:
         """Number of the pass that the next draw of a line belongs to."""
