@@ -1680,7 +1680,7 @@ async def test_a_save_of_500_megabytes_stalls_nobody(
             longest[what] |= {name: p.longest for name, p in zip(names, all_pauses, strict=True)}
     record_property("longest", longest)
     print(longest)
-    assert max(longest["save"][name] for name in ("sample", "extend")) < 0.25
+    assert max(longest["save"][name] for name in ("sample", "extend", "loop")) < 0.1
 
 
 @pytest.mark.parametrize("shape", [[2**62, 2**62], [2**31], [2**64], [True], ["3"], [1.5], [-1], "3"], ids=str)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
-from safetensors.torch import save as render_tensors
+from safetensors.torch import save_file
 
 from asyncbuf.checkpoint.codec import DTYPES
 from asyncbuf.checkpoint.presence import Presence
@@ -123,15 +123,10 @@ class Writer:
             for key, tensor in tensors.items()
             if _viewed(tensor)
         }
-        content = render_tensors(stored, metadata={"format": "pt"})
         path = self._data / name
         for folder in reversed(path.relative_to(self._data).parents[:-1]):
             (self._data / folder).mkdir(exist_ok=True)
-        _write_file(path, content)
-        entry: dict[str, Any] = {
-            "bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
+        entry = _write_tensors(path, stored)
         self._files[name] = entry | ({"dtypes": dtypes} if dtypes else {})
 
     def commit(self, state: Any) -> None:
@@ -428,6 +423,24 @@ def _restored(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
         return torch.view_as_complex(tensor).to(DTYPES[dtype])
     except RuntimeError as error:
         raise CheckpointCorruptError(f"expected pairs of numbers, found {tensor.dtype} {list(tensor.shape)}") from error
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write a file, and say how long it is and what its digest is.
+
+    Rendered into memory first, it would keep the interpreter's lock for as long as that takes.
+    """
+    with path.open("xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: expected to write tensors, found {error}") from error
+    path.chmod(mode)  # safetensors makes a new file, which nobody else may read
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
 
 
 def _write_file(path: Path, content: bytes) -> None:

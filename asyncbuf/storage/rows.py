@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from asyncbuf import tree
     from asyncbuf.storage.frozen import CopyOnWrite
 
-CHUNK_BYTES = 64 * 1024 * 1024
+# Reading a file keeps the interpreter's lock for as long as its tensors are taken out.
+CHUNK_BYTES = 16 * 1024 * 1024
 
 
 class RowMemory:
