@@ -97,11 +97,17 @@ class FrozenRows:
 
     def _columns(self, segments: list[list[np.ndarray[Any, Any]]]) -> dict[str, torch.Tensor]:
         fields = self._rows.fields
-        blocks = [np.concatenate(parts) for parts in zip(*segments, strict=True)]
-        found = columns(blocks, self._rows.layout)
+        lengths = [len(segment[0]) for segment in segments]
+        dense = [np.empty((sum(lengths), *field.shape), field.bits) for field in fields]
+        start = 0
+        for length, segment in zip(lengths, segments, strict=True):
+            # Field by field: numpy keeps the interpreter's lock while it copies whole records.
+            for out, column in zip(dense, columns(segment, self._rows.layout), strict=True):
+                out[start : start + length] = column
+            start += length
         return {
-            name: field.typed(torch.from_numpy(np.ascontiguousarray(column)))
-            for name, field, column in zip(_names(fields), fields, found, strict=True)
+            name: field.typed(torch.from_numpy(out))
+            for name, field, out in zip(_names(fields), fields, dense, strict=True)
         }
 
 
