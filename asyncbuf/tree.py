@@ -96,7 +96,7 @@ def _dataclass(value: Any, batched: bool) -> tuple[tuple[Hashable, ...], Sequenc
     return names, [getattr(value, name) for name in names], None
 
 
-def _by_name_of(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], aux: None, batch: int | None) -> Any:
+def _built_by_name(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], aux: None, batch: int | None) -> Any:
     # By name and not by position: the class may have been written anew since the structure was saved.
     return kind(**dict(zip(keys, children, strict=True)))
 
@@ -109,11 +109,11 @@ _DICT = Container(
 )
 _LIST = Container("list", _sequence, lambda kind, keys, children, aux, batch: list(children), False)
 _TUPLE = Container("tuple", _sequence, lambda kind, keys, children, aux, batch: tuple(children), False)
-_NAMED_TUPLE = Container("namedtuple", _named_tuple, _by_name_of)
+_NAMED_TUPLE = Container("namedtuple", _named_tuple, _built_by_name)
 _DATACLASS = Container(
     "dataclass",
     _dataclass,
-    _by_name_of,
+    _built_by_name,
 )
 _BUILT_IN = (_DICT, _LIST, _TUPLE, _NAMED_TUPLE, _DATACLASS)
 _registered: dict[type, Container] = {}
@@ -235,6 +235,12 @@ def _flatten_into(tree: Any, batched: bool, leaves: list[Any]) -> Spec:
     return Spec(container.name, type(tree) if container.keeps_type else None, keys, specs, aux)
 
 
+def flat_keys(spec: Spec) -> tuple[Hashable, ...] | None:
+    """The keys of a structure that is a dict of leaves, the common case; None for any other."""
+    is_flat = spec.kind == _DICT.name and all(child.kind == LEAF.kind for child in spec.children)
+    return spec.keys if is_flat else None
+
+
 def flatten_like(spec: Spec, tree: Any, *, batched: bool) -> list[Any]:
     """Take a tree apart that must have a known structure; dict keys may come in any order.
 
@@ -246,10 +252,10 @@ def flatten_like(spec: Spec, tree: Any, *, batched: bool) -> list[Any]:
     Raises:
         SchemaError: the structure differs; the message names the place.
     """
-    if spec.kind == "dict" and type(tree) is dict and all(child is LEAF for child in spec.children):
+    if type(tree) is dict and (keys := flat_keys(spec)) is not None:
         # The common case, a flat dict, without a walk.
-        leaves = [tree[key] for key in spec.keys if key in tree]
-        if len(leaves) == len(tree) == len(spec.keys) and all(_container_of(type(leaf)) is None for leaf in leaves):
+        leaves = [tree[key] for key in keys if key in tree]
+        if len(leaves) == len(tree) == len(keys) and all(_container_of(type(leaf)) is None for leaf in leaves):
             return leaves
     leaves = []
     _flatten_like_into(spec, tree, batched, "", leaves)
@@ -297,8 +303,8 @@ def unflatten(spec: Spec, leaves: Sequence[Any], *, batch: int | None = None) ->
 
 def builder(spec: Spec) -> Callable[[Sequence[Any], int | None], Any]:
     """What ``unflatten`` does for one structure, made ready for many uses."""
-    if spec.kind == "dict" and all(child.kind == LEAF.kind for child in spec.children):
-        return lambda leaves, batch: dict(zip(spec.keys, leaves, strict=True))
+    if (keys := flat_keys(spec)) is not None:
+        return lambda leaves, batch: dict(zip(keys, leaves, strict=True))
     return lambda leaves, batch: _build(spec, iter(leaves).__next__, batch)
 
 

@@ -13,7 +13,7 @@ from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
 from asyncbuf.storage.leaf import Field, as_bits
 from asyncbuf.storage.recycling import Slots
-from asyncbuf.tree import builder
+from asyncbuf.tree import builder, flat_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class RowMemory:
         self.row_nbytes = self.layout.nbytes
         self.slots = Slots(self.layout, contiguous=contiguous)
         # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
-        self.flat_keys = spec.keys if spec.kind == "dict" and len(spec.children) == len(fields) else None
+        self.flat_keys = flat_keys(spec)
         self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
         self._carried = [(i, field) for i, field in enumerate(fields) if field.is_carried]
         self._build = builder(spec)

@@ -466,6 +466,17 @@ def test_clear_keeps_the_structure() -> None:
     assert gather(storage, 0, 1)["x"].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("inner", [{"x": 1.0}, [1.0], {"x": {"y": 1.0}}], ids=str)
+def test_a_tensor_in_the_place_of_a_container_with_one_leaf_is_refused(inner: Any) -> None:
+    storage = TensorStorage(4)
+    storage.write(storage.prepare_one({"a": inner}), [Run(0, 0, 1)])
+    for wrong in (torch.tensor(2.0), np.array(2.0, np.float32), 2.0):
+        with pytest.raises(SchemaError, match=r"structure differs at a: expected .*, found leaf"):
+            storage.prepare_one({"a": wrong})
+    with pytest.raises(SchemaError, match=r"structure differs at a: expected .*, found leaf of type Tensor"):
+        storage.prepare({"a": torch.zeros(3)})
+
+
 def test_gather_before_the_first_write() -> None:
     with pytest.raises(SchemaError, match="expected written rows, found an empty storage"):
         gather(TensorStorage(3), 0)
