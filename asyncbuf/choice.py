@@ -63,7 +63,8 @@ class Choice:
             self._times.clear()
             if self._best is None:
                 self._best = seconds  # this way was tried; now the other
-                self._switch(_PASSED + _TIMED)
+                self.here = not self.here
+                self._left = _PASSED + _TIMED
                 return
             if seconds > self._best:
                 self.here = not self.here
@@ -73,7 +74,3 @@ class Choice:
             self._best, self._trial, self._left = None, False, self._kept
         else:
             self._trial, self._left = True, _PASSED + _TIMED
-
-    def _switch(self, left: int) -> None:
-        self.here = not self.here
-        self._left = left

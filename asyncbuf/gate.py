@@ -108,7 +108,7 @@ class HistoryGate:
         Returns:
             What the action returns. A cancelled call has not done it.
         """
-        if self.is_free and not (alone and self._holds):
+        if self.is_free_for_writes if alone else self.is_free:
             return self.at_once(action)
         async with self.turn(alone=alone):
             return action()
@@ -116,7 +116,7 @@ class HistoryGate:
     @property
     def is_free_for_writes(self) -> bool:
         """Whether a write that is asked for now takes effect now."""
-        return not (self._queue or self._writing or self._pumping or self._holds)
+        return self.is_free and not self._holds
 
     def at_once(self, action: Callable[[], T]) -> T:
         """Do something short whose turn is now, because nothing is in the way."""

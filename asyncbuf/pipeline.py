@@ -167,8 +167,9 @@ class Pipeline:
         else:
             try:
                 batch = self._made_now(line)
-            finally:
+            except BaseException:
                 self._forget(line)
+                raise
             if batch is None:
                 return None
             line.answered += 1
@@ -230,11 +231,9 @@ class Pipeline:
 
     def _begin(self, line: Line, within: Pass) -> None:
         """A pass that was not asked for yet is the one of the ticket that this call will get, drawn or not."""
-        position = len(line.waiters)
-        if within.number is None and position < len(line.entries):
-            within.number = line.entries[position].ticket.draw.epoch
-        elif within.number is None:
-            within.number = self._next_epoch(line)
+        if within.number is None:
+            behind = list(line.entries)[len(line.waiters) :]
+            within.number = behind[0].ticket.draw.epoch if behind else self._next_epoch(line)
 
     def _is_next(self, line: Line, within: Pass) -> bool:
         """Whether the next ticket of a line at which nobody waits, drawn or not, belongs to a pass."""
