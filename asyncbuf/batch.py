@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils import _pytree as torch_pytree
 
@@ -12,9 +13,10 @@ if TYPE_CHECKING:
 
     import torch
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+
+class Draw(NamedTuple):
     """What a sampler decides.
 
     Attributes:
@@ -25,13 +27,16 @@ class Draw:
     """
 
     indices: torch.Tensor
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = _NOTHING
     epoch: int | None = None
     last: bool = False
 
+    def __reduce__(self) -> tuple[type[Draw], tuple[Any, ...]]:
+        """Pickle, which a read-only mapping does not."""
+        return Draw, (self.indices, dict(self.info), self.epoch, self.last)
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+
+class Ticket(NamedTuple):
     """One numbered draw. Tickets are cheap and are made in order.
 
     Attributes:

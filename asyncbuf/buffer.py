@@ -208,13 +208,8 @@ class ReplayBuffer(Persistent):
         warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
 
     def _check_loop(self) -> None:
-        if self._loop is None or self._state in ("new", "closed"):
-            return
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
-        if running is not self._loop:
+        running = asyncio._get_running_loop()
+        if self._loop not in (None, running) and self._state not in ("new", "closed"):
             found = "no running event loop" if running is None else f"{running!r}"
             raise WrongLoopError(
                 f"expected the event loop that opened the buffer, {self._loop!r}; found {found} "
@@ -223,7 +218,8 @@ class ReplayBuffer(Persistent):
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
-        self._check_loop()
+        if self._loop is not asyncio._get_running_loop():
+            self._check_loop()
         if self._frozen_by is not None and not within_frozen:
             self._check_not_frozen()
         return _one_turn()
@@ -265,7 +261,7 @@ class ReplayBuffer(Persistent):
         if prepared.nbytes > WRITE_INLINE_BYTES:
             return await self._write_in_thread(prepared, prepare, items)
         if self._gate.is_free_for_writes:
-            return self._gate.at_once(functools.partial(self._write_here, prepared))
+            return self._gate.at_once(self._write_here, prepared)
         async with self._gate.turn(alone=True):
             return self._write_here(self._confirmed(prepared, prepare, items))
 
@@ -359,7 +355,9 @@ class ReplayBuffer(Persistent):
             WrongLoopError: the buffer belongs to another event loop.
         """
         await self._turn()
-        line = self._line(batch_size)
+        line = self._pipeline.main_line
+        if line is None or batch_size is not None:
+            line = self._line(batch_size)
         batch = self._pipeline.take_now(line)
         if batch is None:
             batch = await self._pipeline.take(line)

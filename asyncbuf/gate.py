@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -116,13 +117,13 @@ class HistoryGate:
     @property
     def is_free_for_writes(self) -> bool:
         """Whether a write that is asked for now takes effect now."""
-        return self.is_free and not self._holds
+        return not (self._holds or self._queue or self._writing or self._pumping)
 
-    def at_once(self, action: Callable[[], T]) -> T:
+    def at_once(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do something short whose turn is now, because nothing is in the way."""
         self._pumping = True  # draws that the action asks for come after it
         try:
-            return action()
+            return action(*args, **kwargs)
         finally:
             self._pumping = False
             if self._queue:

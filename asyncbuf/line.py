@@ -64,7 +64,7 @@ class Entry:
     def ready(self, data: Any) -> None:
         """Its transforms are done."""
         ticket, draw = self.ticket, self.ticket.draw
-        self.batch = Batch(data, draw.indices, draw.info, ticket.number, draw.epoch, draw.last)
+        self.batch = Batch(data, draw.indices, draw.info or {}, ticket.number, draw.epoch, draw.last)
         self.progress = self.error = None
         self.stage = Stage.READY
 

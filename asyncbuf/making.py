@@ -38,11 +38,11 @@ class Maker:
         chain: what is done to gathered rows.
         gate: the history; rows that a thread gathers are held there.
         workers: how many tickets are made real at once.
-        settled: told of each entry that is a batch or has failed. Referenced weakly: it is a method of what owns this.
+        settled: called whenever an entry has become a batch or has failed. Referenced weakly: it is a method of what owns this.
     """
 
     def __init__(
-        self, storage: Storage, chain: Chain, gate: HistoryGate, workers: int, settled: Callable[[Entry], None]
+        self, storage: Storage, chain: Chain, gate: HistoryGate, workers: int, settled: Callable[[], None]
     ) -> None:
         self._storage = storage
         self._chain = chain
@@ -99,17 +99,19 @@ class Maker:
         choice.drawn(nbytes)
         self._gather(entry, here)
 
-    def gathered_now(self, indices: torch.Tensor, choice: Choice) -> Any:
-        """Rows that are a batch as soon as they are gathered, if ``only_gathers_here``."""
-        choice.drawn(self._storage.gather_nbytes(indices.shape[0]))
+    def gathers_now(self, batch_size: int, choice: Choice) -> bool:
+        """Whether so many rows, if drawn now, are to be gathered in the same step. Counts as a draw if they are."""
+        nbytes = self._storage.gather_nbytes(batch_size)
+        if nbytes > INLINE_BYTES:
+            if not choice.gathers_here(nbytes):
+                return False
+            choice.drawn(nbytes)
+        return True
+
+    def gathered_now(self, indices: torch.Tensor) -> Any:
+        """Rows, gathered in this step."""
         self.inline_gathers += 1
         return self._gathered(indices)
-
-    def only_gathers_here(self, batch_size: int, choice: Choice) -> bool:
-        """Whether so many rows are gathered in the step in which they are drawn, and nothing else is done to them."""
-        return (
-            not self._chain.steps and not self._halted and choice.gathers_here(self._storage.gather_nbytes(batch_size))
-        )
 
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets in line."""
@@ -137,9 +139,8 @@ class Maker:
         self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
 
     def _gather_here(self, entry: Entry) -> bool:
-        self.inline_gathers += 1
         try:
-            entry.keep(Progress(0, self._gathered(entry.ticket.draw.indices)))
+            entry.keep(Progress(0, self.gathered_now(entry.ticket.draw.indices)))
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, Exception):
@@ -262,7 +263,7 @@ class Maker:
         self.went_on()
         report = self._report()
         if report is not None and not entry.dropped:
-            report(entry)
+            report()
 
     @property
     def stuck(self) -> bool:

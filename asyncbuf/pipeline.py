@@ -62,7 +62,7 @@ class Pipeline:
         self._number = 0
         self._background: Background | None = None
         self._unusable: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
-        self.maker = Maker(source.storage, chain, gate, workers, self._settled)
+        self.maker = Maker(source.storage, chain, gate, workers, self._notify)
         self._delivery: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._holding = False
         self.finished = False
@@ -162,39 +162,43 @@ class Pipeline:
                 line.answered, line.error = line.answered - 1, None
                 raise
             batch = line.entries.popleft().batch
-        elif line.depth or not self._source.drawable or not self.maker.only_gathers_here(line.batch_size, line.choice):
-            return None
+            if batch is not None and self.chain.handed_over is not None:
+                self.chain.handed_over(batch.data)
         else:
-            try:
-                batch = self._made_now(line)
-            except BaseException:
-                self._forget(line)
-                raise
+            may_be_made = not (line.depth or self.chain.steps) and self._source.drawable
+            if not (may_be_made and self.maker.gathers_now(line.batch_size, line.choice)):
+                return None
+            batch = self._made_now(line)
             if batch is None:
                 return None
             line.answered += 1
         line.taken += 1
         self.delivered += 1
-        self._forget(line)
+        if line is not self.main_line:
+            self._forget(line)
         if within is not None:
             within.begun = True
-        if batch is not None and self.chain.handed_over is not None:
-            self.chain.handed_over(batch.data)
         return batch
 
     def _made_now(self, line: Line) -> Batch | None:
         """A batch that is drawn and gathered in this step; None if that went wrong, with the ticket in the line."""
-        draw, number = self._source.draw(line.batch_size), self._number
+        draw = None
         try:
-            data = self.maker.gathered_now(draw.indices, line.choice)
+            draw = self._source.draw(line.batch_size)
+            data = self.maker.gathered_now(draw.indices)
         except BaseException as error:
+            if draw is None:
+                self._forget(line)
+                raise
             self._line_up(line, draw, error)
             if not isinstance(error, Exception):
                 raise
             return None
-        self._number += 1
-        self.peak_queued = max(self.peak_queued, 1 + (self.queued if len(self._lines) > 1 else 0))
-        return Batch(data, draw.indices, draw.info, number, draw.epoch, draw.last)
+        number = self._number
+        self._number = number + 1
+        if not self.peak_queued or len(self._lines) > 1:
+            self.peak_queued = max(self.peak_queued, self.queued + 1)
+        return Batch(data, draw.indices, draw.info or {}, number, draw.epoch, draw.last)
 
     async def take(self, line: Line, within: Pass | None = None) -> Batch | None:
         """Wait for the next batch of a line.
@@ -353,9 +357,6 @@ class Pipeline:
             self.maker.make(entry, line.choice)
         else:
             self.maker.fail(entry, error)
-
-    def _settled(self, entry: Entry) -> None:
-        self._notify()
 
     def _notify(self) -> None:
         for line in self._lines.values():

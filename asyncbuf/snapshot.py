@@ -288,6 +288,7 @@ class Plan:
         try:
             for component, saved in pairs:
                 component.load_state_dict(saved)
+            source.changed()
             there_are = source.storage.capacity if self._rows is None else self._rows
             if source.writer.size > there_are:
                 raise CheckpointCorruptError(
@@ -298,6 +299,7 @@ class Plan:
         except BaseException:
             for component, old in before:
                 component.load_state_dict(decode(old))
+            source.changed()
             raise
         source.generator.set_state(self._generator_state)
 

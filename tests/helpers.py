@@ -201,7 +201,7 @@ class WeightedSampler(RandomSampler):
 
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         draw = super().draw(rows, batch_size, generator)
-        return dataclasses.replace(draw, info={"weight": torch.rand(batch_size, generator=generator)})
+        return draw._replace(info={"weight": torch.rand(batch_size, generator=generator)})
 
 
 class DiarySampler(RandomSampler):

@@ -302,7 +302,7 @@ class Drifting(RandomSampler):
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         Drifting.draws += 1
         draw = super().draw(rows, batch_size, generator)
-        return dataclasses.replace(draw, info={"draws": Drifting.draws})
+        return draw._replace(info={"draws": Drifting.draws})
 
 
 class Lossy(DictStorage):

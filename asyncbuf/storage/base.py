@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """A run of items that go to neighbouring rows.
 
@@ -32,7 +32,7 @@ class Run:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """Items that were checked and may be written.
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from asyncbuf.storage.layout import Layout, Records
 
-# For how many batch sizes slots are kept, and how many slots of a size are looked at, from the oldest on.
+# For how many batch sizes slots are kept.
 _SIZES = 4
-_LOOKED_AT = 3
 
 
 class Slot:
@@ -33,32 +32,32 @@ class Slot:
         plan: how rows lie in memory.
         count: number of rows.
         contiguous: whether each field gets memory of its own, without a stride along the batch axis.
+
+    Attributes:
+        unseen: reference counts of the views while nobody can see the memory.
     """
 
-    __slots__ = ("_copies", "_out", "_unseen", "_views")
+    __slots__ = ("_copies", "_out", "_views", "unseen")
 
     def __init__(self, plan: Layout, count: int, *, contiguous: bool) -> None:
-        self._out: list[Records] = [np.empty(count, record) for record in plan.records]
-        self._views = [self._out[place.block][place.name] for place in plan.places]
+        records = [np.empty(count, record) for record in plan.records]
+        self._out = [*map(np.ndarray.view, records, plan.opaque)]
+        self._views = [records[place.block][place.name] for place in plan.places]
         self._copies: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         if contiguous:
             packed, self._views = self._views, [np.empty(view.shape, view.dtype) for view in self._views]
             self._copies = list(zip(self._views, packed, strict=True))
-        self._unseen = self._counts()
+        self.unseen = self.seen()
 
-    def _counts(self) -> list[int]:
+    def seen(self) -> list[int]:
+        """Reference counts of the views now."""
         return [*map(getrefcount, self._views)]
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody can see the memory."""
-        return self._counts() == self._unseen
 
     def gather(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
         """Copy rows into the memory: one tensor of bits for each field, over the memory."""
-        for block, out in zip(blocks, self._out, strict=True):
+        for i, out in enumerate(self._out):
             # "clip", since the indices are in range: "raise" would go through a second buffer.
-            block.take(indices, out=out, mode="clip")
+            blocks[i].take(indices, None, out, "clip")
         for dense, packed in self._copies:
             dense[...] = packed
         return [*map(torch.from_numpy, self._views)]
@@ -85,7 +84,12 @@ class Slots:
         self.most = 0
 
     def gather(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
-        """Copy rows into memory that nobody sees: one tensor of bits for each field."""
+        """Copy rows into memory that nobody sees: one tensor of bits for each field.
+
+        Args:
+            blocks: the rows, as records without fields.
+            indices: which of them.
+        """
         count = len(indices)
         slots = self._slots.get(count)
         if slots is None:
@@ -104,19 +108,15 @@ class Slots:
 
 
 def _free(slots: deque[Slot]) -> Slot | None:
-    """Take out a slot that nobody sees. The oldest are looked at: their batches are the first to go.
+    """Take the oldest slot out if nobody sees it: its batch is the first to go. If it is kept, it will be let go.
 
     Each step is one operation on the deque, so that threads that look at once do not meet in one slot.
     """
-    in_use: list[Slot] = []
     try:
-        while len(in_use) < _LOOKED_AT:
-            slot = slots.popleft()
-            if slot.is_free:
-                return slot
-            in_use.append(slot)
+        slot = slots.popleft()
     except IndexError:
-        pass
-    finally:
-        slots.extendleft(reversed(in_use))
+        return None
+    if slot.seen() == slot.unseen:
+        return slot
+    slots.appendleft(slot)
     return None

@@ -40,6 +40,7 @@ class RowMemory:
         self.fields = fields
         self.layout = layout.plan(fields)
         self.blocks = [layout.allocate(capacity, record) for record in self.layout.records]
+        self._opaque = [*map(np.ndarray.view, self.blocks, self.layout.opaque)]
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
         self.slots = Slots(self.layout, contiguous=contiguous)
@@ -51,9 +52,11 @@ class RowMemory:
 
     def gather(self, indices: np.ndarray[Any, Any]) -> Any:
         """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
-        leaves = self.slots.gather(self.blocks, indices)
+        leaves = self.slots.gather(self._opaque, indices)
         for i, field in self._carried:
             leaves[i] = field.typed(leaves[i])
+        if self.flat_keys is not None:
+            return dict(zip(self.flat_keys, leaves))  # noqa: B905 (they are as many, and to look takes a third more)
         return self._build(leaves, len(indices))
 
 

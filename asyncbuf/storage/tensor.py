@@ -94,16 +94,20 @@ class TensorStorage(Storage):
     def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
         """Copy prepared items into rows; the first ones decide how rows are laid out."""
         arrays, spec, fields = prepared.payload
-        if self._rows is None:
-            self._rows = self._new_rows(spec, fields)
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = self._new_rows(spec, fields)
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
         for run in runs:
-            row, item, end = run.row, run.item, run.row + run.count
-            self._filled = max(self._filled, end)
-            for column, array in zip(self._rows.columns, arrays, strict=True):
-                column[row:end] = array[item : item + run.count]
+            start, end = run.row, run.row + run.count
+            whole = run.count == prepared.count
+            for column, array in zip(rows.columns, arrays, strict=True):
+                # The array of a single item may lack the leading axis.
+                column[start:end] = array if whole else array[run.item : run.item + run.count]
+            if end > self._filled:
+                self._filled = end
 
     def expect(self, batches: int) -> None:
         """Keep the memory of so many batches to use it again."""
@@ -202,28 +206,27 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
     keys = known.flat_keys
     if keys is None or type(items) is not dict or len(items) != len(keys):
         return None
-    arrays, count = [], -1
-    array: np.ndarray[Any, Any] | None
+    arrays: list[np.ndarray[Any, Any]] = []
+    lead: tuple[int, ...] | None = None if batched else ()
     for key, (dtype, shape) in zip(keys, known.plain, strict=True):
-        leaf = items.get(key)
-        if type(leaf) is torch.Tensor:
+        leaf: Any = items.get(key)
+        kind = type(leaf)
+        if kind is torch.Tensor:
             try:
-                array = leaf.numpy()
+                leaf = leaf.numpy()
             except (RuntimeError, TypeError):  # another device, a gradient, a dtype that numpy lacks
                 return None
-        elif type(leaf) is np.ndarray:
-            array = leaf
-        elif batched or (array := _scalar(leaf, dtype)) is None:
+        elif kind is not np.ndarray and (batched or (leaf := _scalar(leaf, dtype)) is None):
             return None
-        if array.dtype is not dtype or (array.shape[1:] if batched else array.shape) != shape:
+        if lead is None:
+            lead = leaf.shape[:1]
+        if leaf.dtype is not dtype or leaf.shape != lead + shape:
             return None
-        if not batched:
-            array = array[None]
-        elif not array.ndim or count not in (-1, array.shape[0]):
-            return None
-        count = array.shape[0]
-        arrays.append(array)
-    return Prepared(count, count * known.row_nbytes, (arrays, known.spec, known.fields), known) if count else None
+        arrays.append(leaf)
+    count = 1
+    if batched and not (lead and (count := lead[0])):
+        return None
+    return Prepared(count, count * known.row_nbytes, (arrays, known.spec, known.fields), known)
 
 
 def _scalar(leaf: Any, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any] | None:

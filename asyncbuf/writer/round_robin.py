@@ -39,6 +39,8 @@ class RoundRobinWriter(Writer):
 
     def place(self, count: int, capacity: int) -> Placement:
         """Rows from the cursor on, in one run or, across the end of the ring, in two."""
+        if self._cursor + count <= capacity:
+            return Placement(count, (Run(self._cursor, 0, count),))
         skipped = max(0, count - capacity)
         kept = count - skipped
         start = (self._cursor + skipped) % capacity
