@@ -38,7 +38,8 @@ class Maker:
         chain: what is done to gathered rows.
         gate: the history; rows that a thread gathers are held there.
         workers: how many tickets are made real at once.
-        settled: called whenever an entry has become a batch or has failed. Referenced weakly: it is a method of what owns this.
+        settled: called whenever an entry has become a batch or has failed. Referenced weakly: it is a method of what
+            owns this.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,17 +18,12 @@ from tests.benchmarks.suites import DEFAULT, NAMES, everything
 if TYPE_CHECKING:
     from tests.benchmarks.harness import Comparison
 
-try:
-    from uvloop import new_event_loop
-except ImportError:
-    from asyncio import new_event_loop  # type: ignore[assignment, unused-ignore]
-
 
 def table(comparison: Comparison) -> Table:
     """What was measured, for people."""
     found = Table(title=f"{comparison.title}\n[dim]{comparison.rounds} rounds; {comparison.load}", title_justify="left")
     found.add_column("", no_wrap=True)
-    for heading in ("median", "least", "most", "times the first (least to most)"):
+    for heading in ("median", "least", "most", "multiple of the first (least to most)"):
         found.add_column(heading, justify="right")
     for one in comparison.contenders:
         least, middle, most = comparison.ratio(one)
@@ -80,6 +76,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "suites", nargs="*", metavar="suite", help=f"of {', '.join(NAMES)}; default {', '.join(DEFAULT)}"
     )
+    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="event loop")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--picture", type=Path, help="draw the ratios into this file")
@@ -93,5 +90,6 @@ def parsed() -> argparse.Namespace:
 if __name__ == "__main__":
     asked = parsed()
     torch.set_num_threads(1)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    loop = importlib.import_module(asked.loop)
+    with asyncio.Runner(loop_factory=loop.new_event_loop) as runner:
         runner.run(main(asked))

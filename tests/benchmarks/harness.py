@@ -6,6 +6,7 @@ import gc
 import os
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,34 @@ class Contender:
     def median(self) -> float:
         """Median time of one call, in seconds."""
         return statistics.median(self.seconds)
+
+
+def blocking(name: str, call: Callable[[], Any], keep: int = 0) -> Contender:
+    """A blocking call as a contender.
+
+    Args:
+        name: what the table calls it.
+        call: the call.
+        keep: how many of its last results stay referenced.
+    """
+    kept: deque[Any] = deque(maxlen=keep)
+
+    async def run(calls: int) -> None:
+        for _ in range(calls):
+            kept.append(call())
+
+    return Contender(name, run)
+
+
+def awaiting(name: str, call: Callable[[], Awaitable[Any]], keep: int = 0) -> Contender:
+    """A call that is awaited, as a contender; otherwise as ``blocking``."""
+    kept: deque[Any] = deque(maxlen=keep)
+
+    async def run(calls: int) -> None:
+        for _ in range(calls):
+            kept.append(await call())
+
+    return Contender(name, run)
 
 
 @dataclass(slots=True)

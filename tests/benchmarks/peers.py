@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from tests.benchmarks.harness import Contender
+from tests.benchmarks.harness import Contender, blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,9 +32,9 @@ class Peer(NamedTuple):
     sample: Callable[[], Any]
     extend: Callable[[Items], Any]
 
-    def sampling(self) -> Contender:
+    def sampling(self, keep: int) -> Contender:
         """Its ``sample``, as a contender."""
-        return blocking(self.name, self.sample)
+        return blocking(self.name, self.sample, keep)
 
 
 class Maker(Protocol):
@@ -41,21 +43,12 @@ class Maker(Protocol):
     def __call__(self, items: Items, capacity: int, batch_size: int) -> Iterator[Peer]: ...
 
 
-def blocking(name: str, call: Callable[[], Any]) -> Contender:
-    """A blocking call as a contender."""
-
-    async def run(calls: int) -> None:
-        for _ in range(calls):
-            call()
-
-    return Contender(name, run)
-
-
 def torchrl(items: Items, capacity: int, batch_size: int) -> Iterator[Peer]:
     """TorchRL: in memory with TensorDicts and plain, prefetching, and in memory maps."""
     from tensordict import TensorDict
     from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
     kinds: list[tuple[str, Any, Any, int]] = [
         ("TorchRL, tensors", TensorDictReplayBuffer, LazyTensorStorage, 0),
         ("TorchRL, tensors, prefetch 2", TensorDictReplayBuffer, LazyTensorStorage, 2),
@@ -131,9 +124,10 @@ def peers(items: Items, capacity: int, batch_size: int) -> tuple[list[Peer], lis
     return found, missing
 
 
-def queue(items: Items, batch_size: int, depth: int) -> Contender:
+def queue(items: Items, batch_size: int, depth: int, keep: int) -> Contender:
     """What one writes by hand: a task that gathers field by field, and a bounded queue."""
     count = len(items["obs"])
+    kept: deque[Items] = deque(maxlen=keep)
 
     async def run(calls: int) -> None:
         ready: asyncio.Queue[Items] = asyncio.Queue(depth)
@@ -145,14 +139,25 @@ def queue(items: Items, batch_size: int, depth: int) -> Contender:
 
         producer = asyncio.create_task(produce())
         for _ in range(calls):
-            await ready.get()
+            kept.append(await ready.get())
         await producer
 
     return Contender("asyncio.Queue and index_select", run)
 
 
+def select(items: Items, batch_size: int, keep: int) -> Contender:
+    """A gather per field, by torch."""
+    count = len(items["obs"])
+
+    def call() -> Items:
+        indices = torch.randint(count, (batch_size,))
+        return {key: value.index_select(0, indices) for key, value in items.items()}
+
+    return blocking("index_select per field", call, keep)
+
+
 def floors(items: Items, batch_size: int) -> list[Contender]:
-    """What the machine can do: a copy of as many bytes, a gather per field, one gather of packed rows."""
+    """What the machine can do: a copy of as many bytes, and one gather of packed rows."""
     count = len(items["obs"])
     arrays = {key: value.numpy() for key, value in items.items()}
     rows = np.dtype([(key, value.dtype, value.shape[1:]) for key, value in arrays.items()])
@@ -170,13 +175,7 @@ def floors(items: Items, batch_size: int) -> list[Contender]:
     def gather() -> None:
         packed.take(torch.randint(count, (batch_size,)).numpy(), out=out, mode="clip")
 
-    def select() -> None:
-        indices = torch.randint(count, (batch_size,))
-        for value in items.values():
-            value.index_select(0, indices)
-
     return [
         blocking("memory copy of the same bytes, in one piece", copy),
         blocking("one gather of packed rows, into given memory", gather),
-        blocking("index_select per field", select),
     ]

@@ -6,20 +6,21 @@ import asyncio
 import functools
 import sys
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from asyncbuf import ListStorage, ReplayBuffer, SamplerWithoutReplacement, TensorStorage
-from tests.benchmarks.harness import Comparison, Contender
-from tests.benchmarks.peers import blocking, floors, peers, queue
+from tests.benchmarks.harness import Comparison, Contender, awaiting, blocking
+from tests.benchmarks.peers import floors, peers, queue, select
 from tests.benchmarks.workloads import ATARI, MUJOCO, Workload, nested, padded, tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-KEPT = 512
+MOST_KEPT = 512
+KEPT_BYTES = 64 * 1024 * 1024
+"""How many batches a consumer keeps that keeps some: so many, or as many as have so many bytes."""
 
 
 async def opened(items: Any, capacity: int, **settings: Any) -> ReplayBuffer:
@@ -30,32 +31,23 @@ async def opened(items: Any, capacity: int, **settings: Any) -> ReplayBuffer:
     return await buffer.open()
 
 
-def sampling(buffer: ReplayBuffer, name: str, *, kept: bool = False) -> Contender:
-    """``sample()``, with a consumer that drops its batches at once or keeps hundreds of them."""
-
-    async def run(calls: int) -> None:
-        for _ in range(calls):
-            await buffer.sample()
-
-    async def run_and_keep(calls: int) -> None:
-        batches: deque[Any] = deque(maxlen=KEPT)
-        for _ in range(calls):
-            batches.append(await buffer.sample())
-
-    return Contender(name, run_and_keep if kept else run)
-
-
 async def sample(work: Workload, batch_size: int, scale: float, rounds: int) -> AsyncIterator[Comparison]:
-    """``sample()`` without prefetch, against everything."""
+    """``sample()`` without prefetch, against everything: with batches that are dropped at once, and that are kept."""
     count = max(batch_size, int(work.rows * scale))
     items = work.make(count)
     buffer = await opened(items, count, batch_size=batch_size)
     others, missing = peers(items, count, batch_size)
-    contenders = [sampling(buffer, "asyncbuf, batches dropped"), sampling(buffer, "asyncbuf, batches kept", kept=True)]
-    contenders += [*floors(items, batch_size), queue(items, batch_size, 2), *(other.sampling() for other in others)]
-    calls = max(1, min(1000, int(scale * 25e6 / (batch_size * work.nbytes))))
+    nbytes = batch_size * work.nbytes
+    calls = max(1, min(1000, int(scale * 25e6 / nbytes)))
     title = f"sample(), {work.name}, batch {batch_size}, {count:,} rows of {work.nbytes:,} bytes"
-    yield Comparison(title, contenders, calls, rounds, missing, [buffer.aclose])
+    for keep in (0, max(1, min(MOST_KEPT, KEPT_BYTES // nbytes))):
+        contenders = [awaiting("asyncbuf", buffer.sample, keep)]
+        contenders += [] if keep else floors(items, batch_size)
+        contenders += [select(items, batch_size, keep), queue(items, batch_size, 2, keep)]
+        contenders += [other.sampling(keep) for other in others]
+        what = f"the last {keep} batches are kept" if keep else "batches are dropped"
+        yield Comparison(f"{title}; {what}", contenders, calls, rounds, missing)
+    await buffer.aclose()
 
 
 async def sequences(scale: float, rounds: int) -> AsyncIterator[Comparison]:
@@ -63,7 +55,7 @@ async def sequences(scale: float, rounds: int) -> AsyncIterator[Comparison]:
     count, batch_size = int(10_000 * scale) + 32, 32
     items = tokens(count)
     buffer = await opened(items, count, storage=ListStorage(count), batch_size=batch_size, collate_fn=padded)
-    contenders = [sampling(buffer, "asyncbuf, ListStorage")]
+    contenders = [awaiting("asyncbuf, ListStorage", buffer.sample)]
 
     def by_hand() -> None:
         padded([items[i] for i in torch.randint(count, (batch_size,)).tolist()])
@@ -97,7 +89,7 @@ async def tensordicts(scale: float, rounds: int) -> AsyncIterator[Comparison]:
     except ImportError:
         return
     buffer = await opened(items, count, batch_size=batch_size)
-    contenders = [sampling(buffer, "asyncbuf")]
+    contenders = [awaiting("asyncbuf", buffer.sample)]
     missing: list[str] = []
     try:
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -111,26 +103,19 @@ async def tensordicts(scale: float, rounds: int) -> AsyncIterator[Comparison]:
     yield Comparison(title, contenders, max(1, int(500 * scale)), rounds, missing, [buffer.aclose])
 
 
-def writing(buffer: ReplayBuffer, name: str, items: Any) -> Contender:
-    """``extend()``."""
-
-    async def run(calls: int) -> None:
-        for _ in range(calls):
-            await buffer.extend(items)
-
-    return Contender(name, run)
-
-
 async def extend(scale: float, rounds: int) -> AsyncIterator[Comparison]:
-    """Writing 1, 64 and 1,024 rows, as tensors and as the arrays that environments return."""
-    capacity = int(MUJOCO.rows * scale) + 2048
+    """Writing 1, 64 and 1,024 rows, as the arrays that environments return and as tensors, into full buffers."""
+    capacity = int(200_000 * scale) + 2048
+    stored = MUJOCO.make(capacity)
+    buffer = await opened(stored, capacity, batch_size=256)
+    others, missing = peers(stored, capacity, 256)
     for count in (1, 64, 1024):
         items = MUJOCO.make(count)
         arrays = {key: value.numpy() for key, value in items.items()}
-        buffer = await opened(MUJOCO.make(1024), capacity, batch_size=256)
-        others, missing = peers(MUJOCO.make(1024), capacity, 256)
-
-        contenders = [writing(buffer, "asyncbuf, arrays", arrays), writing(buffer, "asyncbuf, tensors", items)]
+        contenders = [
+            awaiting("asyncbuf, arrays", functools.partial(buffer.extend, arrays)),
+            awaiting("asyncbuf, tensors", functools.partial(buffer.extend, items)),
+        ]
         for other in others:
             what: Any = items
             if other.name.startswith("TorchRL"):
@@ -141,9 +126,9 @@ async def extend(scale: float, rounds: int) -> AsyncIterator[Comparison]:
                 what = arrays
             if "prefetch" not in other.name:
                 contenders.append(blocking(other.name, functools.partial(other.extend, what)))
-        title = f"extend() of {count} MuJoCo-like rows"
-        calls = max(1, int(scale * 30_000 / (count + 40)))
-        yield Comparison(title, contenders, calls, rounds, missing, [buffer.aclose])
+        title = f"extend() of {count} MuJoCo-like rows, into a full buffer"
+        yield Comparison(title, contenders, max(1, int(scale * 100_000 / (count + 100))), rounds, missing)
+    await buffer.aclose()
 
 
 async def training(work: Workload, scale: float, rounds: int) -> AsyncIterator[Comparison]:
@@ -194,7 +179,7 @@ async def scaling(scale: float, rounds: int) -> AsyncIterator[Comparison]:
         for sampler in (None, SamplerWithoutReplacement()):
             buffer = await opened(items, count, batch_size=batch_size, sampler=sampler)
             name = "RandomSampler" if sampler is None else "SamplerWithoutReplacement"
-            contenders.append(sampling(buffer, f"asyncbuf, {name}"))
+            contenders.append(awaiting(f"asyncbuf, {name}", buffer.sample))
             close.append(buffer.aclose)
         contenders.append(floors({"obs": items["x"]}, batch_size)[1])
         calls = max(1, int(1000 * scale))
