@@ -171,19 +171,15 @@ class Line:
         self.choice = Choice()
 
     @property
-    def drawn(self) -> int:
-        """Number of tickets that were handed over or may still be."""
-        return self.taken + len(self.entries)
-
-    @property
     def wants_more(self) -> bool:
         """Whether the calls so far call for another ticket."""
-        return self.drawn < self.answered + self.depth
+        return self.taken + len(self.entries) < self.answered + self.depth
 
     @property
     def next_waiter(self) -> Waiter | None:
         """The consumer that the next ticket is for; None if it would be ahead of the calls."""
-        return self.waiters[len(self.entries)] if self.drawn < self.answered else None
+        there = len(self.entries)
+        return self.waiters[there] if self.taken + there < self.answered else None
 
     @property
     def starves(self) -> bool:

@@ -101,18 +101,14 @@ class Maker:
         self._gather(entry, here)
 
     def gathers_now(self, batch_size: int, choice: Choice) -> bool:
-        """Whether so many rows, if drawn now, are to be gathered in the same step. Counts as a draw if they are."""
+        """Whether so many rows are to be gathered in the step in which they are drawn. They will be, if so."""
         nbytes = self._storage.gather_nbytes(batch_size)
         if nbytes > INLINE_BYTES:
             if not choice.gathers_here(nbytes):
                 return False
             choice.drawn(nbytes)
-        return True
-
-    def gathered_now(self, indices: torch.Tensor) -> Any:
-        """Rows, gathered in this step."""
         self.inline_gathers += 1
-        return self._gathered(indices)
+        return True
 
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets in line."""
@@ -137,11 +133,12 @@ class Maker:
         self.thread_gathers += 1
         self._gate.hold()
         indices = entry.ticket.draw.indices
-        self.threads.copy(self._gathered, indices).add_done_callback(functools.partial(self._post, entry))
+        self.threads.copy(self.gathered, indices).add_done_callback(functools.partial(self._post, entry))
 
     def _gather_here(self, entry: Entry) -> bool:
+        self.inline_gathers += 1
         try:
-            entry.keep(Progress(0, self.gathered_now(entry.ticket.draw.indices)))
+            entry.keep(Progress(0, self.gathered(entry.ticket.draw.indices)))
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, Exception):
@@ -149,8 +146,8 @@ class Maker:
             return False
         return True
 
-    def _gathered(self, indices: torch.Tensor) -> Any:
-        """Rows of the storage, and the time that took into the statistics."""
+    def gathered(self, indices: torch.Tensor) -> Any:
+        """Rows of the storage; the time that took goes into the statistics."""
         start = time.perf_counter()
         data = self._storage.gather(indices)
         self.gather_seconds += time.perf_counter() - start

@@ -185,7 +185,7 @@ class Pipeline:
         draw = None
         try:
             draw = self._source.draw(line.batch_size)
-            data = self.maker.gathered_now(draw.indices)
+            data = self.maker.gathered(draw.indices)
         except BaseException as error:
             if draw is None:
                 self._forget(line)
@@ -319,7 +319,7 @@ class Pipeline:
     def written(self) -> None:
         """The history went on: consumers that wait for data may have some now."""
         for line in list(self._lines.values()):
-            if line.starves:
+            if line.waiters and line.starves:
                 self._fill(line)
 
     def _fill(self, line: Line) -> None:

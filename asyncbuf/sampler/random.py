@@ -15,7 +15,10 @@ class RandomSampler(Sampler):
 
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         """``batch_size`` rows, each uniform over the valid ones."""
-        device = generator.device
-        if device != _CPU:
+        try:
+            return Draw(torch.randint(rows.size, (batch_size,), generator=generator))
+        except RuntimeError:
+            device = generator.device
+            if device == _CPU:
+                raise
             return Draw(torch.randint(rows.size, (batch_size,), generator=generator, device=device).cpu())
-        return Draw(torch.randint(rows.size, (batch_size,), generator=generator))

@@ -94,7 +94,16 @@ class Slots:
         slots = self._slots.get(count)
         if slots is None:
             slots = self._of_another_size(count)
-        slot = _free(slots) or Slot(self._plan, count, contiguous=self._contiguous)
+        # The oldest: its batch is the first to go. If it is kept, it will be let go. Each step is one operation on the
+        # deque, so that threads do not meet in one slot.
+        try:
+            slot = slots.popleft()
+        except IndexError:
+            slot = Slot(self._plan, count, contiguous=self._contiguous)
+        else:
+            if slot.seen() != slot.unseen:
+                slots.appendleft(slot)
+                slot = Slot(self._plan, count, contiguous=self._contiguous)
         leaves = slot.gather(blocks, indices)
         slots.append(slot)
         if len(slots) > self.most:
@@ -105,18 +114,3 @@ class Slots:
         for size in list(self._slots)[: 1 - _SIZES]:
             self._slots.pop(size, None)
         return self._slots.setdefault(count, deque())
-
-
-def _free(slots: deque[Slot]) -> Slot | None:
-    """Take the oldest slot out if nobody sees it: its batch is the first to go. If it is kept, it will be let go.
-
-    Each step is one operation on the deque, so that threads that look at once do not meet in one slot.
-    """
-    try:
-        slot = slots.popleft()
-    except IndexError:
-        return None
-    if slot.seen() == slot.unseen:
-        return slot
-    slots.appendleft(slot)
-    return None

@@ -103,7 +103,7 @@ class TensorStorage(Storage):
         for run in runs:
             start, end = run.row, run.row + run.count
             whole = run.count == prepared.count
-            for column, array in zip(rows.columns, arrays, strict=True):
+            for column, array in zip(rows.columns, arrays):  # noqa: B905 (as many; looking takes time)
                 # The array of a single item may lack the leading axis.
                 column[start:end] = array if whole else array[run.item : run.item + run.count]
             if end > self._filled:
@@ -208,16 +208,16 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
         return None
     arrays: list[np.ndarray[Any, Any]] = []
     lead: tuple[int, ...] | None = None if batched else ()
-    for key, (dtype, shape) in zip(keys, known.plain, strict=True):
+    for key, (dtype, shape) in zip(keys, known.plain):  # noqa: B905 (as many; looking takes a third of the loop)
         leaf: Any = items.get(key)
-        kind = type(leaf)
-        if kind is torch.Tensor:
-            try:
-                leaf = leaf.numpy()
-            except (RuntimeError, TypeError):  # another device, a gradient, a dtype that numpy lacks
+        if type(leaf) is not np.ndarray:
+            if type(leaf) is torch.Tensor:
+                try:
+                    leaf = leaf.numpy()
+                except (RuntimeError, TypeError):  # another device, a gradient, a dtype that numpy lacks
+                    return None
+            elif batched or (leaf := _scalar(leaf, dtype)) is None:
                 return None
-        elif kind is not np.ndarray and (batched or (leaf := _scalar(leaf, dtype)) is None):
-            return None
         if lead is None:
             lead = leaf.shape[:1]
         if leaf.dtype is not dtype or leaf.shape != lead + shape:
