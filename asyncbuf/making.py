@@ -129,11 +129,18 @@ class Maker:
             if self._gather_here(entry):
                 self._transform(entry)
             return
-        entry.gathering = True
         self.thread_gathers += 1
-        self._gate.hold()
         indices = entry.ticket.draw.indices
-        self.threads.copy(self.gathered, indices).add_done_callback(functools.partial(self._post, entry))
+        parts = self.threads.parts(self._storage.gather_nbytes(indices.shape[0]))
+        try:
+            copies, combined = self._storage.gather_in_parts(indices, parts)
+        except Exception as error:
+            self.fail(entry, error)
+            return
+        entry.gathering = True
+        self._gate.hold()
+        done = self.threads.copy_together([functools.partial(_seconds, copy) for copy in copies])
+        done.add_done_callback(functools.partial(self._post, entry, combined))
 
     def _gather_here(self, entry: Entry) -> bool:
         self.inline_gathers += 1
@@ -153,19 +160,23 @@ class Maker:
         self.gather_seconds += time.perf_counter() - start
         return data
 
-    def _post(self, entry: Entry, future: Future[Any]) -> None:
-        """From the copying thread back to the event loop."""
+    def _post(self, entry: Entry, combined: Callable[[], Any], done: Future[list[float]]) -> None:
+        """From the copying threads back to the event loop."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(self._arrived, entry, future)
+            self._loop.call_soon_threadsafe(self._arrived, entry, combined, done)
         except RuntimeError:
             logger.debug("the event loop was closed while rows were being gathered")
 
-    def _arrived(self, entry: Entry, future: Future[Any]) -> None:
-        error = future.exception()
+    def _arrived(self, entry: Entry, combined: Callable[[], Any], done: Future[list[float]]) -> None:
         entry.gathering = False
+        error = done.exception()
         if error is None:
-            entry.keep(Progress(0, future.result()))
+            self.gather_seconds += sum(done.result())
+            try:
+                entry.keep(Progress(0, combined()))
+            except Exception as failure:
+                error = failure
         self._gate.release()
         if error is None:
             self._transform(entry)
@@ -301,3 +312,10 @@ class Maker:
     def forget(self) -> None:
         """Nobody wants the tickets that were not transformed yet."""
         self._order.clear()
+
+
+def _seconds(copy: Callable[[], object]) -> float:
+    """Copy some rows: how long that took."""
+    start = time.perf_counter()
+    copy()
+    return time.perf_counter() - start

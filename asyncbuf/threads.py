@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
+
+# One core cannot use up what memory can do, and a few can.
+COPIERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+PART_BYTES = 2 * 1024 * 1024
 
 
 async def finish(future: Future[T], on_cancel: Callable[[], None] | None = None) -> asyncio.CancelledError | None:
@@ -72,17 +78,43 @@ class Threads:
     is first used.
 
     Args:
-        workers: most threads of either pool.
+        workers: most threads of either pool. That for copies may have up to ``COPIERS``, which share large batches.
     """
 
     def __init__(self, workers: int) -> None:
-        self._sizes = {"copy": workers, "transform": workers}
+        self._sizes = {"copy": max(workers, COPIERS), "transform": workers}
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._running: set[Future[object]] = set()
 
     def copy(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Start copying rows."""
         return self._start("copy", function, *args)
+
+    def parts(self, nbytes: int) -> int:
+        """How many threads should share a copy of so many bytes."""
+        return max(1, min(COPIERS, nbytes // PART_BYTES))
+
+    def copy_together(self, functions: Sequence[Callable[[], T]]) -> Future[list[T]]:
+        """Start copying rows, each function in a thread: what they return, or the error of one, once all have ended."""
+        whole: Future[list[T]] = Future()
+        left = threading.Semaphore(len(functions) - 1)
+
+        def ended(_: Future[T]) -> None:
+            if left.acquire(blocking=False):
+                return  # others are still at it
+            done = list(futures)
+            futures.clear()  # each of them refers to this function
+            errors = [CancelledError() if future.cancelled() else future.exception() for future in done]
+            error = next(filter(None, errors), None)
+            if error is None:
+                whole.set_result([future.result() for future in done])
+            else:
+                whole.set_exception(error)
+
+        futures = [self.copy(function) for function in functions]
+        for future in list(futures):
+            future.add_done_callback(ended)
+        return whole
 
     def transform(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Start code of the user."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import anyio
 import pytest
 
-from asyncbuf.threads import Threads, finish
+from asyncbuf.threads import COPIERS, PART_BYTES, Threads, finish
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from concurrent.futures import Future
 
 
@@ -285,12 +285,14 @@ async def test_pools_are_separate() -> None:
     assert names() == []
 
 
+@pytest.mark.parametrize("pool", ["copy", "transform"])
 @pytest.mark.parametrize("workers", [1, 3])
-async def test_as_many_threads_as_workers(workers: int) -> None:
+async def test_as_many_threads_as_workers(workers: int, pool: str) -> None:
     threads = Threads(workers)
-    works = [Work() for _ in range(workers + 1)]
-    futures = [threads.copy(work) for work in works]
-    assert all(work.begun.wait(5) for work in works[:workers])
+    most = max(workers, COPIERS) if pool == "copy" else workers
+    works = [Work() for _ in range(most + 1)]
+    futures = [getattr(threads, pool)(work) for work in works]
+    assert all(work.begun.wait(5) for work in works[:most])
     assert not works[-1].begun.is_set()
     works[0].may_end.set()
     assert works[-1].begun.wait(5)
@@ -379,3 +381,61 @@ async def test_results_are_let_go() -> None:
     finally:
         gc.enable()
         await threads.close()
+
+
+# -- sharing a copy ---------------------------------------------------------------------------------------------------
+
+
+async def test_copies_together_return_in_order(threads: Threads) -> None:
+    for count in range(1, 6):
+        whole = threads.copy_together([lambda i=i: i for i in range(count)])  # type: ignore[misc]
+        assert await asyncio.wait_for(asyncio.wrap_future(whole), 5) == list(range(count))
+
+
+async def test_an_error_of_one_copy_is_told_when_all_have_ended(threads: Threads) -> None:
+    work = Work()
+
+    def fails() -> Result:
+        raise ValueError("one")
+
+    functions: list[Callable[[], Result]] = [fails, work]
+    whole = threads.copy_together(functions)
+    assert work.begun.wait(5)
+    await settle()
+    assert not whole.done()
+    work.may_end.set()
+    with pytest.raises(ValueError, match="one"):
+        await asyncio.wait_for(asyncio.wrap_future(whole), 5)
+    assert work.ended
+
+
+async def test_copies_that_never_began_end_as_cancelled(work: Work) -> None:
+    threads = Threads(1)
+    count = max(1, COPIERS) + 1
+    whole = threads.copy_together([work] * count)
+    assert work.begun.wait(5)
+    threads.abandon()
+    work.may_end.set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        whole.result(5)
+    await threads.close()
+
+
+async def test_results_of_copies_together_die_at_once(threads: Threads) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        whole = threads.copy_together([Result, Result])
+        await finish(whole)
+        references = [weakref.ref(result) for result in whole.result()]
+        await threads.close()
+        del whole
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_small_copy_is_not_shared() -> None:
+    threads = Threads(1)
+    assert [threads.parts(nbytes) for nbytes in (0, 1, PART_BYTES, 2 * PART_BYTES - 1)] == [1, 1, 1, 1]
+    assert threads.parts(100 * PART_BYTES) == COPIERS

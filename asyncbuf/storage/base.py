@@ -53,7 +53,8 @@ class Storage(ABC):
     """Where items live. Knows rows and nothing of the order in which they are written or read.
 
     The buffer calls every method on its event loop, except ``write`` and ``gather``, which it moves to a thread when
-    ``Prepared.nbytes`` or ``gather_nbytes`` say that they are large. It never calls ``write`` beside anything else.
+    ``Prepared.nbytes`` or ``gather_nbytes`` say that they are large (with ``gather_in_parts``, in place of ``gather``).
+    It never calls ``write`` beside anything else.
 
     Args:
         capacity: number of rows.
@@ -105,6 +106,22 @@ class Storage(ABC):
         Returns:
             A tree whose leaves have shape ``[batch, *item]``, or what ``collate`` turns into one.
         """
+
+    def gather_in_parts(
+        self, indices: torch.Tensor, parts: int
+    ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
+        """Collect rows in several threads, for a storage that can; otherwise as ``gather``.
+
+        Args:
+            indices: as in ``gather``.
+            parts: how many threads there are, from 1.
+
+        Returns:
+            At most ``parts`` functions, to be called each once in any thread, and a function that is called on the
+            event loop when all of them have ended well, and returns what ``gather`` would.
+        """
+        found: list[Any] = []
+        return [lambda: found.append(self.gather(indices))], lambda: found[0]
 
     def expect(self, batches: int) -> None:
         """Be told how many batches will be in use at once, for a storage that keeps memory for them."""

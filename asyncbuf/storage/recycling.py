@@ -53,11 +53,24 @@ class Slot:
         """Reference counts of the views now."""
         return [*map(getrefcount, self._views)]
 
-    def gather(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
-        """Copy rows into the memory: one tensor of bits for each field, over the memory."""
+    def copy(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> None:
+        """Copy rows into the memory.
+
+        Args:
+            blocks: the rows, as records without fields.
+            indices: which of them.
+        """
         for i, out in enumerate(self._out):
             # "clip", since the indices are in range: "raise" would go through a second buffer.
             blocks[i].take(indices, None, out, "clip")
+
+    def copy_part(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any], part: slice) -> None:
+        """Copy some of the rows; otherwise as ``copy``."""
+        for i, out in enumerate(self._out):
+            blocks[i].take(indices[part], None, out[part], "clip")
+
+    def tensors(self) -> list[torch.Tensor]:
+        """One tensor of bits for each field, over the memory, once all rows are there."""
         for dense, packed in self._copies:
             dense[...] = packed
         return [*map(torch.from_numpy, self._views)]
@@ -83,14 +96,8 @@ class Slots:
         self._slots: dict[int, deque[Slot]] = {}
         self.most = 0
 
-    def gather(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
-        """Copy rows into memory that nobody sees: one tensor of bits for each field.
-
-        Args:
-            blocks: the rows, as records without fields.
-            indices: which of them.
-        """
-        count = len(indices)
+    def take(self, count: int) -> Slot:
+        """A slot for so many rows that nobody sees."""
         slots = self._slots.get(count)
         if slots is None:
             slots = self._of_another_size(count)
@@ -99,16 +106,20 @@ class Slots:
         try:
             slot = slots.popleft()
         except IndexError:
-            slot = Slot(self._plan, count, contiguous=self._contiguous)
+            pass
         else:
-            if slot.seen() != slot.unseen:
-                slots.appendleft(slot)
-                slot = Slot(self._plan, count, contiguous=self._contiguous)
-        leaves = slot.gather(blocks, indices)
-        slots.append(slot)
-        if len(slots) > self.most:
-            slots.popleft()
-        return leaves
+            if slot.seen() == slot.unseen:
+                return slot
+            slots.appendleft(slot)
+        return Slot(self._plan, count, contiguous=self._contiguous)
+
+    def put(self, slot: Slot, count: int) -> None:
+        """A slot is in use now, and may be free one day."""
+        slots = self._slots.get(count)
+        if slots is not None:
+            slots.append(slot)
+            if len(slots) > self.most:
+                slots.popleft()
 
     def _of_another_size(self, count: int) -> deque[Slot]:
         for size in list(self._slots)[: 1 - _SIZES]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +13,11 @@ from asyncbuf.checkpoint.structure import structure_from_plain, structure_to_pla
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
 from asyncbuf.storage.leaf import Field, as_bits
-from asyncbuf.storage.recycling import Slots
+from asyncbuf.storage.recycling import Slot, Slots
 from asyncbuf.tree import builder, flat_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from asyncbuf import tree
     from asyncbuf.storage.frozen import CopyOnWrite
@@ -52,12 +53,32 @@ class RowMemory:
 
     def gather(self, indices: np.ndarray[Any, Any]) -> Any:
         """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
-        leaves = self.slots.gather(self._opaque, indices)
+        count = len(indices)
+        slot = self.slots.take(count)
+        slot.copy(self._opaque, indices)
+        return self._batch(slot, count)
+
+    def gather_in_parts(
+        self, indices: np.ndarray[Any, Any], parts: int
+    ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
+        """As ``gather``, as functions that copy a part of the rows each, and one that makes the tree when all have."""
+        count = len(indices)
+        slot = self.slots.take(count)
+        size = -(-count // parts)
+        copies = [
+            functools.partial(slot.copy_part, self._opaque, indices, slice(start, start + size))
+            for start in range(0, count, size)
+        ]
+        return copies, functools.partial(self._batch, slot, count)
+
+    def _batch(self, slot: Slot, count: int) -> Any:
+        leaves = slot.tensors()
+        self.slots.put(slot, count)
         for i, field in self._carried:
             leaves[i] = field.typed(leaves[i])
         if self.flat_keys is not None:
             return dict(zip(self.flat_keys, leaves))  # noqa: B905 (they are as many, and to look takes a third more)
-        return self._build(leaves, len(indices))
+        return self._build(leaves, count)
 
 
 def columns(blocks: Sequence[layout.Records], plan: layout.Layout) -> list[np.ndarray[Any, Any]]:

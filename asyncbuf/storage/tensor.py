@@ -121,6 +121,14 @@ class TensorStorage(Storage):
             raise SchemaError("expected written rows, found an empty storage")
         return self._rows.gather(indices.numpy())
 
+    def gather_in_parts(
+        self, indices: torch.Tensor, parts: int
+    ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
+        """Let several threads copy into the memory of one batch. A ``gather`` of a subclass is not passed over."""
+        if self._rows is None or type(self).gather is not TensorStorage.gather:
+            return super().gather_in_parts(indices, parts)
+        return self._rows.gather_in_parts(indices.numpy(), parts)
+
     def gather_nbytes(self, count: int) -> int:
         """Bytes that gathering ``count`` rows moves."""
         return 0 if self._rows is None else count * self._rows.row_nbytes

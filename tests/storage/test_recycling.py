@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -12,13 +14,15 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from asyncbuf import ReplayBuffer, Run, TensorStorage
+from asyncbuf import PrefetchError, ReplayBuffer, Run, TensorStorage
+from asyncbuf.threads import COPIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROWS = 64
 EVERY = torch.arange(ROWS)
+RUN = [Run(0, 0, ROWS)]
 
 
 def filled(value: int = 1, *, batches: int = 4, contiguous: bool = False) -> TensorStorage:
@@ -38,7 +42,7 @@ def items(value: int) -> dict[str, Any]:
 
 
 def write(storage: TensorStorage, value: int) -> None:
-    storage.write(storage.prepare(items(value)), [Run(0, 0, ROWS)])
+    storage.write(storage.prepare(items(value)), RUN)
 
 
 def gather(storage: TensorStorage, count: int = 32) -> dict[str, torch.Tensor]:
@@ -342,3 +346,121 @@ async def test_both_ways_give_the_same_stream() -> None:
     for one, other in zip(*streams, strict=True):
         assert one["x"].equal(other["x"])
         assert one["n"].equal(other["n"])
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 7, 32])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_parts_make_the_same_batch(parts: int, count: int, contiguous: bool) -> None:
+    storage = TensorStorage(ROWS, contiguous=contiguous)
+    storage.expect(2)
+    storage.write(storage.prepare({"x": EVERY, "half": EVERY.bfloat16(), "large": EVERY[:, None].repeat(1, 600)}), RUN)
+    indices = torch.randint(ROWS, (count,))
+    for _ in range(3):
+        copies, combined = storage.gather_in_parts(indices, parts)
+        assert 1 <= len(copies) <= min(parts, count)
+        for part in reversed(copies):
+            part()
+        data = combined()
+        expected = storage.gather(indices)
+        assert data.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert data[name].equal(tensor)
+            assert data[name].dtype is tensor.dtype
+            assert data[name].data_ptr() != tensor.data_ptr()
+
+
+def test_memory_that_is_being_copied_into_is_nobody_elses() -> None:
+    storage = filled()
+    data = gather(storage)
+    taken = addresses(data)
+    del data
+    copies, combined = storage.gather_in_parts(EVERY[:32], 2)
+    write(storage, 2)
+    assert addresses(gather(storage)) != taken  # the parts have it, though nothing was copied yet
+    for part in copies:
+        part()
+    data = combined()
+    assert addresses(data) == taken
+    assert values_of(data["small"]) == [2]
+
+
+def test_a_gather_of_a_subclass_is_used_for_parts_too() -> None:
+    class Negative(TensorStorage):
+        def gather(self, indices: torch.Tensor) -> Any:
+            return {"x": -super().gather(indices)["x"]}
+
+    storage = Negative(ROWS)
+    storage.write(storage.prepare({"x": EVERY}), RUN)
+    copies, combined = storage.gather_in_parts(EVERY[:8], 4)
+    assert len(copies) == 1
+    copies[0]()
+    assert combined()["x"].equal(-EVERY[:8])
+
+
+async def test_large_batches_are_gathered_by_several_threads_into_the_same_memory() -> None:
+    width = 1 << 20
+    seen, names = [], set()
+
+    class Watched(TensorStorage):
+        def gather_in_parts(self, indices: torch.Tensor, parts: int) -> Any:
+            copies, combined = super().gather_in_parts(indices, parts)
+
+            def watched(part: Callable[[], object]) -> None:
+                names.add(threading.current_thread().name)
+                barrier.wait(5)
+                part()
+
+            barrier = threading.Barrier(len(copies))
+            return [functools.partial(watched, part) for part in copies], combined
+
+    buffer = ReplayBuffer(Watched(8), batch_size=8, generator=torch.Generator().manual_seed(1))
+    numbers = torch.arange(8)
+    await buffer.extend({"x": numbers[:, None].expand(8, width).to(torch.uint8)})
+    gc.disable()
+    try:
+        async with buffer:
+            for _ in range(6):
+                batch = await buffer.sample()
+                assert batch["x"].equal(batch.indices[:, None].expand(8, width).to(torch.uint8))
+                seen.append(batch["x"].data_ptr())
+                del batch
+    finally:
+        gc.enable()
+    assert len(set(seen)) == 1
+    assert len(names) == COPIERS
+    assert not any(name.startswith("asyncbuf") for name in (thread.name for thread in threading.enumerate()))
+
+
+async def test_a_part_that_fails_fails_the_batch_and_is_tried_again() -> None:
+    class Failing(TensorStorage):
+        failures = 3
+        ended = 0
+
+        def gather_nbytes(self, count: int) -> int:
+            return 1 << 30
+
+        def gather_in_parts(self, indices: torch.Tensor, parts: int) -> Any:
+            copies, combined = super().gather_in_parts(indices, 3)
+
+            def checked(i: int) -> None:
+                copies[i]()
+                if i == 0 and self.failures:
+                    self.failures -= 1
+                    raise ValueError("a part")
+                self.ended += 1
+
+            return [functools.partial(checked, i) for i in range(len(copies))], combined
+
+    storage = Failing(ROWS)
+    buffer = ReplayBuffer(storage, batch_size=6, generator=torch.Generator().manual_seed(1))
+    await buffer.extend({"x": EVERY})
+    async with buffer:
+        for _ in range(3):
+            with pytest.raises(PrefetchError, match="a part"):
+                await buffer.sample()
+        await buffer.extend({"x": torch.tensor([0])})  # nothing is held any more
+        batch = await buffer.sample()
+        assert batch.number == 0
+        assert batch["x"].equal(batch.indices)
+        assert storage.ended == 3 * 2 + 3
