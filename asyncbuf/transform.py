@@ -14,7 +14,7 @@ from asyncbuf import tree
 from asyncbuf.delivery import Delivery
 from asyncbuf.threads import Threads, finish
 
-INLINE_SECONDS = 50e-6
+INLINE_SECONDS = 200e-6
 _MASK = (1 << 63) - 1
 
 

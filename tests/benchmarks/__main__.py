@@ -77,7 +77,7 @@ def parsed() -> argparse.Namespace:
         "suites", nargs="*", metavar="suite", help=f"of {', '.join(NAMES)}; default {', '.join(DEFAULT)}"
     )
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="event loop")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--picture", type=Path, help="draw the ratios into this file")
     parser.add_argument("--tiny", action="store_true", help="once, with small sizes, to see that everything works")
