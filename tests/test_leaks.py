@@ -536,6 +536,40 @@ def test_memory_is_what_is_stored(calls: int, depth: int) -> None:
     assert grown < 2_000_000
 
 
+FAULTS = """
+import asyncio, resource, sys
+import torch
+from asyncbuf import ReplayBuffer, TensorStorage
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+async def main(rows, batch_size, width, depth):
+    buffer = ReplayBuffer(TensorStorage(rows), batch_size=batch_size, prefetch=depth)
+    items = {"x": torch.zeros(rows, width, dtype=torch.uint8), "y": torch.zeros(rows)}
+    async with buffer:
+        await buffer.extend(items)
+        for _ in range(20):
+            await buffer.sample()
+        before = faults()
+        for _ in range(100):
+            await buffer.sample()
+        print(faults() - before)
+
+asyncio.run(main(*map(int, sys.argv[1:])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts page faults as Linux does")
+@pytest.mark.parametrize("depth", [0, 4])
+@pytest.mark.parametrize(("rows", "batch_size", "width"), [(1_000, 256, 2 * 4 * 84 * 84), (10_000, 256, 165)])
+def test_a_batch_that_is_dropped_touches_no_new_page(rows: int, batch_size: int, width: int, depth: int) -> None:
+    arguments = [str(number) for number in (rows, batch_size, width, depth)]
+    process = subprocess.run([sys.executable, "-c", FAULTS, *arguments], capture_output=True, text=True, check=True)
+    # A hundred batches in fresh memory would be 350,000 faults, or 1,000.
+    assert int(process.stdout) < 100
+
+
 async def _opened(make: Maker) -> ReplayBuffer:
     buffer = make(sampler=SamplerWithoutReplacement())
     await buffer.extend(rows(50))

@@ -53,21 +53,17 @@ class Slot:
         """Reference counts of the views now."""
         return [*map(getrefcount, self._views)]
 
-    def copy(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any]) -> None:
+    def copy(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any], part: slice | None = None) -> None:
         """Copy rows into the memory.
 
         Args:
             blocks: the rows, as records without fields.
             indices: which of them.
+            part: where in the memory they go; None if they fill it.
         """
-        for i, out in enumerate(self._out):
+        for i, out in enumerate(self._out if part is None else [out[part] for out in self._out]):
             # "clip", since the indices are in range: "raise" would go through a second buffer.
             blocks[i].take(indices, None, out, "clip")
-
-    def copy_part(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any], part: slice) -> None:
-        """Copy some of the rows; otherwise as ``copy``."""
-        for i, out in enumerate(self._out):
-            blocks[i].take(indices[part], None, out[part], "clip")
 
     def tensors(self) -> list[torch.Tensor]:
         """One tensor of bits for each field, over the memory, once all rows are there."""

@@ -65,10 +65,8 @@ class RowMemory:
         count = len(indices)
         slot = self.slots.take(count)
         size = -(-count // parts)
-        copies = [
-            functools.partial(slot.copy_part, self._opaque, indices, slice(start, start + size))
-            for start in range(0, count, size)
-        ]
+        places = [slice(start, start + size) for start in range(0, count, size)]
+        copies = [functools.partial(slot.copy, self._opaque, indices[part], part) for part in places]
         return copies, functools.partial(self._batch, slot, count)
 
     def _batch(self, slot: Slot, count: int) -> Any:
