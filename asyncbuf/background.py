@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 E = TypeVar("E", bound=BaseException)
+FAILURES = (Exception, asyncio.CancelledError, GeneratorExit)
+"""What code that was called may raise without ending more than itself. All else, such as KeyboardInterrupt, goes on to
+whoever is there."""
 logger = logging.getLogger("asyncbuf")
 
 
@@ -122,6 +125,15 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def as_failure(error: BaseException) -> BaseException:
+    """The error, in a form that may be raised out of a call, which a cancellation would end without a word."""
+    if isinstance(error, Exception) or not isinstance(error, FAILURES):
+        return error
+    failure = RuntimeError(f"expected an Exception, found {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def detached(error: E) -> E:

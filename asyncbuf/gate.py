@@ -165,23 +165,26 @@ class HistoryGate:
         if self._pumping:
             return
         self._pumping = True
+        failure: BaseException | None = None
         try:
             while self._queue and not self._writing:
                 turn = self._queue[0]
                 if turn.alone and self._holds and not turn.given_up:
-                    return
+                    break
                 self._queue.popleft()
                 if turn.run is not None:
-                    turn.run()
+                    try:
+                        turn.run()
+                    except BaseException as error:
+                        failure = failure or error  # an error in one turn stops none of those behind it
                 elif turn.waiter is not None and not turn.given_up:
                     turn.came = self._writing = True
                     turn.waiter.set_result(None)
-        except BaseException:
-            self._pumping = False
-            self._pump()  # an error in one turn stops none of those behind it
-            raise
+            if failure is not None:
+                raise failure
         finally:
             self._pumping = False
+            del failure  # it holds this frame, which must not hold it in turn
 
     def _forget_given_up(self) -> None:
         """A turn that nobody waits for must hold neither its items nor those behind it."""

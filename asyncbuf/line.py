@@ -12,8 +12,13 @@ from asyncbuf.errors import PrefetchError
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Iterator
 
     from asyncbuf.transform import Progress
+
+
+# For how many batch sizes it is remembered where their rows are best gathered.
+_MOST_CHOICES = 64
 
 
 class Stage(enum.Enum):
@@ -75,16 +80,20 @@ class Entry:
 
     def failure(self) -> PrefetchError:
         """What the consumer whose turn it is is told."""
+        self.reported = True
         indices = self.ticket.draw.indices.tolist()
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        try:
+            why = repr(self.error)
+        except Exception:
+            why = type(self.error).__name__
         failure = PrefetchError(
-            f"batch {self.ticket.number} could not be made from rows [{shown}]: {self.error!r}; "
+            f"batch {self.ticket.number} could not be made from rows [{shown}]: {why}; "
             "the next sample() tries again, skip() drops it",
             self.ticket.number,
             indices,
         )
         failure.__cause__ = self.error
-        self.reported = True
         return failure
 
     def retry(self) -> None:
@@ -160,7 +169,7 @@ class Line:
 
     __slots__ = ("answered", "batch_size", "choice", "depth", "entries", "error", "taken", "waiters")
 
-    def __init__(self, batch_size: int, depth: int) -> None:
+    def __init__(self, batch_size: int, depth: int, choice: Choice) -> None:
         self.batch_size = batch_size
         self.depth = depth
         self.entries: deque[Entry] = deque()
@@ -168,7 +177,7 @@ class Line:
         self.taken = 0
         self.answered = 0
         self.error: BaseException | None = None
-        self.choice = Choice()
+        self.choice = choice
 
     @property
     def wants_more(self) -> bool:
@@ -239,3 +248,79 @@ class Line:
             entry.dropped = True
             self.entries.pop()
         return len(dropped)
+
+
+class Lines:
+    """The lines of a buffer: that of its own batch size, which is prefetched, and one for each other that is asked for.
+
+    Args:
+        batch_size: rows of a prefetched ticket; None if each call says its own.
+        prefetch: how many tickets of that size are drawn ahead of those asked for.
+
+    Attributes:
+        main: the line of the buffer's own batch size; None if it has none.
+    """
+
+    def __init__(self, batch_size: int | None, prefetch: int) -> None:
+        self._choices: dict[int, Choice] = {}
+        self._lines: dict[int, Line] = {}
+        self.main: Line | None = None
+        if batch_size is not None:
+            self.main = self._lines[batch_size] = Line(batch_size, prefetch, self._choice(batch_size))
+
+    def of(self, batch_size: int) -> Line:
+        """The line of a batch size; all but the main one draw only what is asked for."""
+        line = self._lines.get(batch_size)
+        if line is None:
+            line = self._lines[batch_size] = Line(batch_size, 0, self._choice(batch_size))
+        return line
+
+    def _choice(self, batch_size: int) -> Choice:
+        """Where batches of a size are gathered: that is learned over many calls, and outlives the line."""
+        while len(self._choices) >= _MOST_CHOICES and batch_size not in self._choices:
+            del self._choices[next(iter(self._choices))]
+        return self._choices.setdefault(batch_size, Choice())
+
+    def forget(self, line: Line) -> None:
+        """Let the line of another batch size go that nothing is in."""
+        if not line.entries and line is not self.main:
+            self._lines.pop(line.batch_size, None)
+
+    def __len__(self) -> int:
+        """Number of lines."""
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[Line]:
+        """The lines that there are now."""
+        return iter(list(self._lines.values()))
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The tickets that nobody has taken, line by line."""
+        return [entry for line in self._lines.values() for entry in line.entries]
+
+    @property
+    def queued(self) -> int:
+        """How many tickets nobody has taken."""
+        return sum([len(line.entries) for line in self._lines.values()])
+
+    @property
+    def waiting(self) -> int:
+        """Number of consumers that wait."""
+        return sum([len(line.waiters) for line in self._lines.values()])
+
+    def notify(self, *, is_stuck: bool) -> None:
+        """Let the first consumer of each line look, if there is something to see.
+
+        Args:
+            is_stuck: whether there is: a failed ticket that holds up those of every line.
+        """
+        for line in self._lines.values():
+            if is_stuck and line.waiters:
+                line.waiters[0].notify()
+            line.notify()
+
+    def notify_all(self) -> None:
+        """Let every consumer look: something happened that concerns all of them."""
+        for line in self._lines.values():
+            line.notify_all()

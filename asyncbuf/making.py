@@ -10,7 +10,10 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf.background import detached, logger
+import torch
+
+from asyncbuf.ambient import as_in_a_fresh_thread
+from asyncbuf.background import FAILURES, detached, logger
 from asyncbuf.choice import INLINE_BYTES
 from asyncbuf.line import Entry, Stage
 from asyncbuf.threads import Threads
@@ -19,8 +22,6 @@ from asyncbuf.transform import Chain, Progress
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
     from concurrent.futures import Future
-
-    import torch
 
     from asyncbuf.choice import Choice
     from asyncbuf.gate import HistoryGate
@@ -86,19 +87,17 @@ class Maker:
 
     # -- from the draw to the batch -----------------------------------------------------------------------------------
 
-    def make(self, entry: Entry, choice: Choice) -> None:
+    def make(self, entry: Entry, choice: Choice, *, is_urgent: bool) -> None:
         """Begin with an entry that was drawn in this turn of the history.
 
         Args:
             entry: the entry.
             choice: where rows are gathered.
+            is_urgent: whether consumers wait, so that threads should share the work.
         """
         if self._chain.ordered:
             self._order.append(entry)
-        nbytes = self._storage.gather_nbytes(entry.ticket.draw.indices.shape[0])
-        here = choice.gathers_here(nbytes)
-        choice.drawn(nbytes)
-        self._gather(entry, here)
+        self._gather(entry, choice, is_urgent=is_urgent)
 
     def gathers_now(self, batch_size: int, choice: Choice) -> bool:
         """Whether so many rows are to be gathered in the step in which they are drawn. They will be, if so."""
@@ -117,44 +116,47 @@ class Maker:
             self._order = deque(sorted({*self._order, *entries}, key=lambda entry: entry.ticket.number))
         for entry in entries:
             if entry.progress is None:
-                small = self._storage.gather_nbytes(entry.ticket.draw.indices.shape[0]) <= INLINE_BYTES
-                self._gate.draw(functools.partial(self._gather, entry, small))
+                self._gate.draw(functools.partial(self._gather, entry, None, is_urgent=True))
             else:
                 self._transform(entry)
 
-    def _gather(self, entry: Entry, here: bool) -> None:
+    def _gather(self, entry: Entry, choice: Choice | None, *, is_urgent: bool) -> None:
         if self._halted or entry.gathering or entry.dropped or entry.progress is not None:
             return  # its turn came late: the buffer was closed meanwhile, and perhaps opened again
-        if here:
-            if self._gather_here(entry):
-                self._transform(entry)
-            return
-        self.thread_gathers += 1
-        indices = entry.ticket.draw.indices
-        parts = self.threads.parts(self._storage.gather_nbytes(indices.shape[0]))
         try:
-            copies, combined = self._storage.gather_in_parts(indices, parts)
-        except Exception as error:
-            self.fail(entry, error)
-            return
-        entry.gathering = True
-        self._gate.hold()
-        done = self.threads.copy_together([functools.partial(_seconds, copy) for copy in copies])
-        done.add_done_callback(functools.partial(self._post, entry, combined))
-
-    def _gather_here(self, entry: Entry) -> bool:
-        self.inline_gathers += 1
-        try:
-            entry.keep(Progress(0, self.gathered(entry.ticket.draw.indices)))
+            self._begin_gather(entry, choice, is_urgent=is_urgent)
         except BaseException as error:
             self.fail(entry, error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, FAILURES):
                 raise
-            return False
-        return True
+            return
+        if entry.progress is not None:
+            self._transform(entry)
+
+    def _begin_gather(self, entry: Entry, choice: Choice | None, *, is_urgent: bool) -> None:
+        """Gather the rows here, or let threads begin with it."""
+        indices = entry.ticket.draw.indices
+        nbytes = self._storage.gather_nbytes(indices.shape[0])
+        here = nbytes <= INLINE_BYTES
+        if choice is not None and not here:
+            here = choice.gathers_here(nbytes)
+            choice.drawn(nbytes)
+        if here:
+            self.inline_gathers += 1
+            entry.keep(Progress(0, self.gathered(indices)))
+            return
+        self.thread_gathers += 1
+        copies, combined = self._storage.gather_in_parts(indices, self.threads.parts(nbytes) if is_urgent else 1)
+        done = self.threads.copy_together([functools.partial(_seconds, copy) for copy in copies])
+        entry.gathering = True
+        self._gate.hold()
+        done.add_done_callback(functools.partial(self._post, entry, combined))
 
     def gathered(self, indices: torch.Tensor) -> Any:
         """Rows of the storage; the time that took goes into the statistics."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.gathered(indices)
         start = time.perf_counter()
         data = self._storage.gather(indices)
         self.gather_seconds += time.perf_counter() - start
@@ -174,8 +176,9 @@ class Maker:
         if error is None:
             self.gather_seconds += sum(done.result())
             try:
-                entry.keep(Progress(0, combined()))
-            except Exception as failure:
+                with as_in_a_fresh_thread():
+                    entry.keep(Progress(0, combined()))
+            except BaseException as failure:
                 error = failure
         self._gate.release()
         if error is None:
@@ -204,7 +207,7 @@ class Maker:
             after = self._chain.run_here(entry.progress.data, entry.ticket.seed)
         except BaseException as error:
             self.fail(entry, error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, FAILURES):
                 raise
             return False
         if after.step < len(self._chain.steps):
@@ -275,9 +278,10 @@ class Maker:
             report()
 
     @property
-    def stuck(self) -> bool:
-        """Whether nothing will be settled before a failed ticket is tried again or dropped."""
-        return bool(self._order) and self._order[0].stage is Stage.FAILED and not self._order_busy
+    def stuck(self) -> Entry | None:
+        """The failed ticket that has to be tried again or dropped before those behind it can be transformed."""
+        is_stuck = self._order and self._order[0].stage is Stage.FAILED and not self._order_busy
+        return self._order[0] if is_stuck else None
 
     @property
     def changes_state(self) -> bool:

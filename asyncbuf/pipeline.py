@@ -14,16 +14,16 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from asyncbuf.background import Background, detached, logger
+from asyncbuf.background import FAILURES, Background, as_failure, detached, logger
 from asyncbuf.batch import Batch, Draw, Ticket
 from asyncbuf.errors import BufferClosedError, BufferFailedError
-from asyncbuf.line import Entry, Line, Pass, Stage, Waiter
+from asyncbuf.line import Entry, Line, Lines, Pass, Stage, Waiter
 from asyncbuf.making import Maker
 from asyncbuf.tickets import SavedTicket, Tickets
 from asyncbuf.transform import mixed_seed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
     from asyncbuf.gate import HistoryGate
     from asyncbuf.source import Source
@@ -56,9 +56,8 @@ class Pipeline:
         self.chain = chain
         self._gate = gate
         self._workers = workers
-        self._batch_size = batch_size
-        self.main_line = None if batch_size is None else Line(batch_size, prefetch)
-        self._lines = {} if self.main_line is None else {self.main_line.batch_size: self.main_line}
+        self._lines = Lines(batch_size, prefetch)
+        self.main_line = self._lines.main
         self._number = 0
         self._background: Background | None = None
         self._unusable: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
@@ -88,7 +87,7 @@ class Pipeline:
         self._background = background
         self.maker.open(lambda: background.stopping)
         self._unusable = None
-        self.maker.go_on([entry for entry in self._entries() if not entry.settled])
+        self.maker.go_on([entry for entry in self._lines.entries if not entry.settled])
         await background.started()
 
     def begin_close(self) -> None:
@@ -106,8 +105,7 @@ class Pipeline:
         self._unusable = reason
         self._gate.refuse(reason)
         self.maker.halt()
-        for line in self._lines.values():
-            line.notify_all()
+        self._lines.notify_all()
 
     def _crash(self, error: BaseException) -> None:
         # Cancelled as a whole: the event loop is being shut down, with a buffer that was left open.
@@ -128,17 +126,13 @@ class Pipeline:
     def finish(self) -> None:
         """No more items will come: consumers that wait for some are told."""
         self.finished = True
-        for line in self._lines.values():
-            line.notify_all()
+        self._lines.notify_all()
 
     # -- asking for batches -------------------------------------------------------------------------------------------
 
     def line(self, batch_size: int) -> Line:
         """The line of a batch size; all but the prefetched one draw only what is asked for."""
-        line = self._lines.get(batch_size)
-        if line is None:
-            line = self._lines[batch_size] = Line(batch_size, 0)
-        return line
+        return self._lines.of(batch_size)
 
     def take_now(self, line: Line, within: Pass | None = None) -> Batch | None:
         """The next batch of a line, if it is there or can be made in this step, and nobody waits for it.
@@ -161,9 +155,10 @@ class Pipeline:
             except BaseException:
                 line.answered, line.error = line.answered - 1, None
                 raise
-            batch = line.entries.popleft().batch
+            batch = line.entries[0].batch
             if batch is not None and self.chain.handed_over is not None:
                 self.chain.handed_over(batch.data)
+            line.entries.popleft()
         else:
             may_be_made = not (line.depth or self.chain.steps) and self._source.drawable
             if not (may_be_made and self.maker.gathers_now(line.batch_size, line.choice)):
@@ -175,7 +170,7 @@ class Pipeline:
         line.taken += 1
         self.delivered += 1
         if line is not self.main_line:
-            self._forget(line)
+            self._lines.forget(line)
         if within is not None:
             within.begun = True
         return batch
@@ -188,10 +183,10 @@ class Pipeline:
             data = self.maker.gathered(draw.indices)
         except BaseException as error:
             if draw is None:
-                self._forget(line)
-                raise
+                self._lines.forget(line)
+                raise as_failure(error)  # noqa: B904 (it is the error itself, or has it as its cause)
             self._line_up(line, draw, error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, FAILURES):
                 raise
             return None
         number = self._number
@@ -234,10 +229,16 @@ class Pipeline:
             self._leave(line, waiter)
 
     def _begin(self, line: Line, within: Pass) -> None:
-        """A pass that was not asked for yet is the one of the ticket that this call will get, drawn or not."""
+        """A pass that was not asked for yet is the one of the ticket that this call will get.
+
+        If that was not drawn yet, nor all of those before it, it is known only at its draw.
+        """
         if within.number is None:
             behind = list(line.entries)[len(line.waiters) :]
-            within.number = behind[0].ticket.draw.epoch if behind else self._next_epoch(line)
+            if behind:
+                within.number = behind[0].ticket.draw.epoch
+            elif len(line.waiters) <= len(line.entries):
+                within.number = self._next_epoch(line)
 
     def _is_next(self, line: Line, within: Pass) -> bool:
         """Whether the next ticket of a line at which nobody waits, drawn or not, belongs to a pass."""
@@ -260,12 +261,7 @@ class Pipeline:
                 self._gate.draw(functools.partial(self._fill, line))
             line.notify()
         else:
-            self._forget(line)
-
-    def _forget(self, line: Line) -> None:
-        """Let the line of another batch size go that nothing is in."""
-        if not line.entries and line.batch_size != self._batch_size:
-            self._lines.pop(line.batch_size, None)
+            self._lines.forget(line)
 
     async def _wait(self, waiter: Waiter) -> None:
         start = time.perf_counter()
@@ -299,6 +295,9 @@ class Pipeline:
         if entry.stage is Stage.FAILED:
             raise entry.failure()
         if entry.batch is None:
+            stuck = self.maker.stuck
+            if stuck is not None and waiter.answered and not stuck.reported:
+                raise stuck.failure()  # nobody may come for that one
             return None
         self.delivered += 1
         if waiter.within is not None:
@@ -318,9 +317,11 @@ class Pipeline:
 
     def written(self) -> None:
         """The history went on: consumers that wait for data may have some now."""
-        for line in list(self._lines.values()):
+        for line in self._lines:
             if line.waiters and line.starves:
                 self._fill(line)
+            if self.finished:
+                line.notify_all()
 
     def _fill(self, line: Line) -> None:
         line.error = None
@@ -328,8 +329,8 @@ class Pipeline:
             while self._unusable is None and line.wants_more and self._may_draw(line):
                 self._line_up(line, self._source.draw(line.batch_size))
         except BaseException as error:
-            line.error = detached(error)
-            if not isinstance(error, Exception):
+            line.error = detached(as_failure(error))
+            if not isinstance(error, FAILURES):
                 raise  # whoever is told of it first: the consumer is told, too
         finally:
             line.notify()
@@ -337,7 +338,10 @@ class Pipeline:
     def _may_draw(self, line: Line) -> bool:
         sampler = self._source.sampler
         while (waiter := line.next_waiter) is not None:
-            if waiter.within is None or waiter.within.number == self._next_epoch(line):
+            within = waiter.within
+            if within is not None and within.number is None:
+                within.number = self._next_epoch(line)
+            if within is None or within.number == self._next_epoch(line):
                 return self._source.drawable
             line.give_up(waiter)
             waiter.over = True
@@ -349,26 +353,25 @@ class Pipeline:
     def _line_up(self, line: Line, draw: Draw, error: BaseException | None = None) -> None:
         """A draw becomes the last ticket of a line; its rows are gathered, unless that was tried and failed."""
         seed = mixed_seed(self._source.generator.initial_seed(), self._number)
-        entry = Entry(Ticket(self._number, draw, seed), is_prefetched=line.batch_size == self._batch_size)
+        entry = Entry(Ticket(self._number, draw, seed), is_prefetched=line is self.main_line)
         self._number += 1
         line.entries.append(entry)
         self.peak_queued = max(self.peak_queued, self.queued)
         if error is None:
-            self.maker.make(entry, line.choice)
+            self.maker.make(entry, line.choice, is_urgent=bool(line.waiters))
         else:
             self.maker.fail(entry, error)
 
     def _notify(self) -> None:
-        for line in self._lines.values():
-            line.notify()
+        self._lines.notify(is_stuck=self.maker.stuck is not None)
 
     def _retry_first(self, line: Line) -> None:
         """Try a ticket again whose failure a consumer has seen."""
-        entry = line.entries[0] if line.entries else None
-        if entry is not None and entry.reported and self._unusable is None:
-            self.retries += 1
-            entry.retry()
-            self.maker.go_on([entry])
+        for entry in (line.entries[0] if line.entries else None, self.maker.stuck):
+            if entry is not None and entry.reported and self._unusable is None:
+                self.retries += 1
+                entry.retry()
+                self.maker.go_on([entry])
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 
@@ -378,12 +381,13 @@ class Pipeline:
             return None
         entry = line.entries.popleft()
         entry.dropped = True
+        line.notify()
         self._dropped(1)
         return entry.ticket.number
 
     def flush(self) -> int:
         """Drop every ticket that no call waits for: how many."""
-        count = sum(line.drop() for line in self._lines.values())
+        count = sum(line.drop() for line in self._lines)
         self._dropped(count)
         return count
 
@@ -432,34 +436,30 @@ class Pipeline:
             0 if main is None else max(0, len(main.entries) - main.depth),
             [
                 SavedTicket.of(entry, line.batch_size, is_main=line is main)
-                for line in self._lines.values()
+                for line in self._lines
                 for entry in line.entries
             ],
         )
 
     def restore(self, tickets: Tickets) -> None:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
-        for line in self._lines.values():
+        for line in self._lines:
             line.drop(spoken_for=True)
         self.maker.forget()
         self._number = tickets.number
         queues: dict[int, list[Entry]] = {}
         delivery = len(self.chain.steps) - 1 if self.chain.delivers else None
         for saved in tickets.queue:
-            size = self._batch_size if saved.is_main and self._batch_size is not None else saved.batch_size
+            size = self.main_line.batch_size if saved.is_main and self.main_line is not None else saved.batch_size
             queues.setdefault(size, []).append(saved.entry(delivery))
-        for size in [*self._lines, *(size for size in queues if size not in self._lines)]:
+        for size in dict.fromkeys([*(line.batch_size for line in self._lines), *queues]):
             self.line(size).restore(queues.get(size, []))
         if self._unusable is None:
-            self.maker.go_on([entry for entry in self._entries() if not entry.settled])
+            self.maker.go_on([entry for entry in self._lines.entries if not entry.settled])
         self._notify()
         self._gate.draw(self.written)
 
     # -- what it looks like -------------------------------------------------------------------------------------------
-
-    def _entries(self) -> Iterator[Entry]:
-        for line in self._lines.values():
-            yield from line.entries
 
     @property
     def drawn(self) -> int:
@@ -469,22 +469,21 @@ class Pipeline:
     @property
     def queued(self) -> int:
         """Number of tickets that nobody has taken."""
-        lines = self._lines.values()
-        return sum([len(line.entries) for line in lines])
+        return self._lines.queued
 
     @property
     def in_flight(self) -> int:
         """Number of tickets that are not settled."""
-        return sum(not entry.settled for entry in self._entries())
+        return sum(not entry.settled for entry in self._lines.entries)
 
     @property
     def waiting(self) -> int:
         """Number of consumers that wait."""
-        return sum(len(line.waiters) for line in self._lines.values())
+        return self._lines.waiting
 
     def blocked(self) -> list[str]:
         """In words, what each line that has waiting consumers waits for."""
-        return [self._blocked(line) for line in self._lines.values() if line.waiters]
+        return [self._blocked(line) for line in self._lines if line.waiters]
 
     def _blocked(self, line: Line) -> str:
         who = f"{len(line.waiters)} consumer(s) of batches of {line.batch_size} wait"

@@ -87,6 +87,9 @@ class Source:
             ValueError: the sampler says that there is no such batch.
             TypeError, IndexError: a sampler returned something else than rows of the storage.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.draw(batch_size)
         draw = self.sampler.draw(self.rows, batch_size, self.generator)
         if self._checks_draws:
             _check(draw, self.rows.size, type(self.sampler).__name__)
@@ -100,8 +103,8 @@ class Source:
             ValueError: indices and priorities differ in number, or a priority is not finite.
             IndexError: an index is not a row of the storage.
         """
-        where = torch.as_tensor(indices).detach().cpu().reshape(-1)
-        value = torch.as_tensor(priority).detach().cpu().reshape(-1)
+        where = torch.as_tensor(indices, device="cpu").detach().reshape(-1)
+        value = torch.as_tensor(priority, device="cpu").detach().reshape(-1)
         if where.numel() == 0 and value.numel() == 0:
             return
         if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:

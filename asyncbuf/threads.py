@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
@@ -59,7 +59,7 @@ async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callab
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="asyncbuf-once")
     try:
-        future = pool.submit(function, *args)
+        future = pool.submit(_Job(function, args))
         cancelled = await finish(future, on_cancel)
     finally:
         pool.shutdown(wait=True)
@@ -69,6 +69,30 @@ async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callab
     finally:
         del cancelled
     return future.result()
+
+
+class _Job(Generic[T]):
+    """What a thread does.
+
+    Attributes:
+        is_withdrawn: whether whoever asked for it was told that it could not begin.
+    """
+
+    __slots__ = ("_args", "_function", "is_withdrawn")
+
+    def __init__(self, function: Callable[..., T], args: tuple[object, ...]) -> None:
+        self._function = function
+        self._args = args
+        self.is_withdrawn = False
+
+    def __call__(self) -> T:
+        if self.is_withdrawn:
+            raise CancelledError
+        try:
+            return self._function(*self._args)
+        except StopIteration as error:
+            # As in a coroutine (PEP 479); a future would refuse it, and those that wait would wait for ever.
+            raise RuntimeError(f"a function raised {error!r}") from error
 
 
 class Threads:
@@ -95,7 +119,13 @@ class Threads:
         return max(1, min(COPIERS, nbytes // PART_BYTES))
 
     def copy_together(self, functions: Sequence[Callable[[], T]]) -> Future[list[T]]:
-        """Start copying rows, each function in a thread: what they return, or the error of one, once all have ended."""
+        """Start copying rows, each function in a thread: what they return, or the error of one, once all have ended.
+
+        Raises:
+            ValueError: there is no function.
+        """
+        if not functions:
+            raise ValueError("expected at least one function that copies, found none")
         whole: Future[list[T]] = Future()
         left = threading.Semaphore(len(functions) - 1)
 
@@ -111,8 +141,14 @@ class Threads:
             else:
                 whole.set_exception(error)
 
-        futures = [self.copy(function) for function in functions]
-        for future in list(futures):
+        futures: list[Future[T]] = []
+        for function in functions:
+            try:
+                futures.append(self.copy(function))
+            except BaseException as error:  # some have begun: they must end before that is told
+                futures.append(Future())
+                futures[-1].set_exception(error)
+        for future in futures:
             future.add_done_callback(ended)
         return whole
 
@@ -124,7 +160,12 @@ class Threads:
         pool = self._pools.get(name)
         if pool is None:
             pool = self._pools[name] = ThreadPoolExecutor(self._sizes[name], thread_name_prefix=f"asyncbuf-{name}")
-        return self._tracked(pool.submit(function, *args))
+        job = _Job(function, args)
+        try:
+            return self._tracked(pool.submit(job))
+        except BaseException:
+            job.is_withdrawn = True  # no thread could be started, but the pool has kept it
+            raise
 
     def _tracked(self, future: Future[T]) -> Future[T]:
         self._running.add(future)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncbuf import tree
+from asyncbuf.ambient import as_in_a_fresh_thread
 from asyncbuf.delivery import Delivery
 from asyncbuf.threads import Threads, finish
 
@@ -143,7 +144,8 @@ class Chain:
         """Run a quick chain on the event loop. If it turns out not to be quick, it has not come to the end."""
         if not self.steps:
             return Progress(0, data)
-        progress = self._run_sync(Progress(0, data), seed)
+        with as_in_a_fresh_thread():
+            progress = self._run_sync(Progress(0, data), seed)
         if isinstance(progress.data, Awaitable):
             _discard(progress.data)
             return Progress(0, data)

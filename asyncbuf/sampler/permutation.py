@@ -36,7 +36,8 @@ class Permutation:
         if length <= _SHORT:
             # The generator of the CPU looks at the lower 32 bits of a seed only.
             folded = (seed ^ (seed >> 32)) & 0xFFFFFFFF
-            self._short = torch.randperm(length, generator=torch.Generator().manual_seed(folded))
+            generator = torch.Generator().manual_seed(folded)
+            self._short = torch.randperm(length, generator=generator, device="cpu")
             return
         bits = (length - 1).bit_length()
         self._low = np.uint64(bits // 2)

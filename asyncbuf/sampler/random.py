@@ -7,18 +7,11 @@ import torch
 from asyncbuf.batch import Draw
 from asyncbuf.sampler.base import Rows, Sampler
 
-_CPU = torch.device("cpu")
-
 
 class RandomSampler(Sampler):
     """Draws each row uniformly from all valid rows, with replacement. Endless: it has no passes."""
 
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         """``batch_size`` rows, each uniform over the valid ones."""
-        try:
-            return Draw(torch.randint(rows.size, (batch_size,), generator=generator))
-        except RuntimeError:
-            device = generator.device
-            if device == _CPU:
-                raise
-            return Draw(torch.randint(rows.size, (batch_size,), generator=generator, device=device).cpu())
+        indices = torch.randint(rows.size, (batch_size,), generator=generator, device=generator.device)
+        return Draw(indices if indices.is_cpu else indices.cpu())

@@ -43,7 +43,7 @@ class SamplerWithoutReplacement(Sampler):
         if left == 0 or (self._drop_last and left < batch_size):
             self._begin(rows.size, batch_size, generator)
         start, stop = self._position, min(self._position + batch_size, self._length)
-        indices = torch.arange(start, stop) if self._order is None else self._order[start:stop]
+        indices = torch.arange(start, stop, device="cpu") if self._order is None else self._order[start:stop]
         epoch, self._position = self._epoch, stop
         left = self._length - stop
         last = left == 0 or (self._drop_last and left < batch_size)

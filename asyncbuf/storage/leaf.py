@@ -122,14 +122,14 @@ def _tensor_bits(leaf: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
         raise SchemaError(f"{path}: expected a dense tensor of a plain dtype, found {leaf.dtype}, {leaf.layout}")
     if leaf.is_meta:
         raise SchemaError(f"{path}: expected a tensor with data, found one on the meta device")
-    plain = leaf.detach()
-    if plain.device.type != "cpu":
-        plain = plain.cpu()
-    plain = plain.resolve_conj().resolve_neg()
     carrier = _BITS[leaf.dtype][1]
     try:
+        plain = leaf.detach()
+        if plain.device.type != "cpu":
+            plain = plain.cpu()
+        plain = plain.resolve_conj().resolve_neg()
         bits: np.ndarray[Any, Any] = (plain if carrier is None else plain.view(carrier)).numpy()
-    except ValueError as error:  # numpy has fewer axes
+    except (ValueError, TypeError, RuntimeError) as error:  # numpy has fewer axes, and no tensors without memory
         raise SchemaError(f"{path}: expected a tensor that numpy can hold: {error}") from error
     return bits
 
@@ -155,7 +155,7 @@ def _in_range(value: complex, most: float) -> bool:
 def _number(field: Field, value: complex) -> np.ndarray[Any, Any]:
     exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
     try:
-        number = torch.tensor(value, dtype=field.dtype)
+        number = torch.tensor(value, dtype=field.dtype, device="cpu")
         fits = number.item() == value if exact else _in_range(value, torch.finfo(field.dtype).max)
     except (RuntimeError, OverflowError, ValueError):
         fits = False

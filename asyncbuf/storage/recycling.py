@@ -42,11 +42,12 @@ class Slot:
     def __init__(self, plan: Layout, count: int, *, contiguous: bool) -> None:
         records = [np.empty(count, record) for record in plan.records]
         self._out = [*map(np.ndarray.view, records, plan.opaque)]
-        self._views = [records[place.block][place.name] for place in plan.places]
-        self._copies: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        packed = self._views = [records[place.block][place.name] for place in plan.places]
         if contiguous:
-            packed, self._views = self._views, [np.empty(view.shape, view.dtype) for view in self._views]
-            self._copies = list(zip(self._views, packed, strict=True))
+            # A field with a block of its own is dense as it is.
+            self._views = [view if view.flags.c_contiguous else np.empty(view.shape, view.dtype) for view in packed]
+        self._copies = [(dense, view) for dense, view in zip(self._views, packed, strict=True) if dense is not view]
+        del packed
         self.unseen = self.seen()
 
     def seen(self) -> list[int]:
@@ -64,11 +65,12 @@ class Slot:
         for i, out in enumerate(self._out if part is None else [out[part] for out in self._out]):
             # "clip", since the indices are in range: "raise" would go through a second buffer.
             blocks[i].take(indices, None, out, "clip")
+        for dense, packed in self._copies:
+            where = ... if part is None else part
+            dense[where] = packed[where]
 
     def tensors(self) -> list[torch.Tensor]:
         """One tensor of bits for each field, over the memory, once all rows are there."""
-        for dense, packed in self._copies:
-            dense[...] = packed
         return [*map(torch.from_numpy, self._views)]
 
 
