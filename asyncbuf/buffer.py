@@ -247,13 +247,14 @@ class ReplayBuffer(Persistent):
         """
         return await self._write(self._storage.prepare, items)
 
-    async def add(self, item: Any) -> int:
+    async def add(self, item: Any) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
 
         Returns:
-            Its row.
+            Its row; None if the writer does not keep it.
         """
-        return int((await self._write(self._storage.prepare_one, item))[0])
+        rows = await self._write(self._storage.prepare_one, item)
+        return int(rows[0]) if len(rows) else None
 
     async def _write(self, prepare: Callable[[Any], Prepared], items: Any) -> torch.Tensor:
         await self._turn()

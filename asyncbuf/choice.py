@@ -93,5 +93,5 @@ def _usual(times: list[float]) -> float:
     """The mean, without those of a consumer that was elsewhere."""
     ordered = sorted(times)
     most = _ELSEWHERE * ordered[len(ordered) // 2]
-    counted = [seconds for seconds in ordered if seconds <= most]
+    counted = [seconds for seconds in ordered if seconds <= most] or ordered  # none only by a clock that went back
     return sum(counted) / len(counted)

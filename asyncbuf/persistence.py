@@ -56,9 +56,23 @@ class Persistent:
             return await in_thread(self._capture())
         async with asyncio.timeout(timeout):
             async with self._pipeline.holding():
-                await self._pipeline.settle(None if timeout is None else 0.8 * timeout)
-                complete = await self._gate.apply(self._capture, alone=True)
-                return await in_thread(complete)
+                async with self._still(None if timeout is None else 0.8 * timeout):
+                    complete = self._capture()
+                return await in_thread(complete)  # reads the batches, which nobody gets meanwhile
+
+    @asynccontextmanager
+    async def _still(self, seconds: float | None) -> AsyncIterator[None]:
+        """Nothing is written or drawn meanwhile, and no stateful transform is at work, unless the time was over."""
+        loop = asyncio.get_running_loop()
+        deadline = None if seconds is None else loop.time() + seconds
+        while True:
+            await self._pipeline.settle(None if deadline is None else deadline - loop.time())
+            async with self._gate.turn(alone=True):
+                is_late = deadline is not None and loop.time() >= deadline
+                if is_late or not self._pipeline.maker.changes_state:
+                    yield
+                    return
+            # Draws that were asked for before the turn came have given it work.
 
     def _capture(self) -> Callable[[], Snapshot]:
         return capture(self._source, self._pipeline.chain, self._config, self._pipeline.capture())
@@ -74,14 +88,12 @@ class Persistent:
             timeout: seconds to wait for batches that are being prepared, as in ``snapshot``.
         """
         await self._turn()
-        async with self._pipeline.holding():
-            await self._pipeline.settle(timeout)
-            async with self._gate.turn(alone=True):
-                self._frozen_by = asyncio.current_task()
-                try:
-                    yield self
-                finally:
-                    self._frozen_by = None
+        async with self._pipeline.holding(), self._still(timeout):
+            self._frozen_by = asyncio.current_task()
+            try:
+                yield self
+            finally:
+                self._frozen_by = None
 
     async def restore(self, snapshot: Snapshot, *, elastic: bool = False) -> None:
         """Become what a snapshot holds. The snapshot stays as it is.

@@ -310,7 +310,7 @@ def _kinds(source: Source, chain: Chain) -> dict[str, Any]:
         "writer": type(source.writer).__name__,
         "sampler": type(source.sampler).__name__,
         "transforms": len(chain.transforms),
-        "stateful_transforms": [i for i, state in enumerate(chain.states()) if state is not None],
+        "stateful_transforms": chain.with_state,
     }
 
 

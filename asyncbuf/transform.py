@@ -131,6 +131,11 @@ class Chain:
         self._seconds = 0.0
         self._runs = 0
 
+    @property
+    def with_state(self) -> list[int]:
+        """Which transforms have a ``state_dict``. They are not asked for it: they may be at work."""
+        return [i for i, transform in enumerate(self.transforms) if _has(transform, "state_dict")]
+
     def states(self) -> list[Any]:
         """The state of each transform; None for one that has no ``state_dict``."""
         return [getattr(t, "state_dict")() if _has(t, "state_dict") else None for t in self.transforms]  # noqa: B009

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 VERSION = 1
 _FORMAT = "asyncbuf.run"
 _STEP = re.compile(r"step-([0-9]{6,})")
+_LISTINGS = 5
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ARGUMENTS = {"step", "rng", "timeout", "elastic", "partial"}
 _RNG = "rng"
@@ -226,23 +227,27 @@ class Checkpointer:
                     f"{type(part).__name__}; plain values come back in the result"
                 )
         async with self._lock("disk"):  # no save prunes or replaces meanwhile what is being read
-            chosen = self._chosen(step)
-            plan = _Plan(self.path(chosen), chosen, objects, partial=partial)
             demanded = self._rng and not partial if rng is None else rng
-            if demanded or (rng is None and not partial):
-                plan.add_generators(GlobalGenerators(elastic=elastic), demanded=demanded)
-            try:
-                await in_thread(plan.read)
-                await plan.apply(elastic=elastic)
-            except (CheckpointCorruptError, CheckpointVersionError) as error:
-                others = [other for other in self.steps() if other != chosen]
-                if step is not None or not others:
-                    raise
-                raise type(error)(f"{error}; restore(step=...) takes an older one, of {others}") from error
-        return RestoredCheckpoint(chosen, plan.path, plan.values)
+            while True:
+                chosen = self._chosen(step)
+                plan = _Plan(self.path(chosen), chosen, objects, partial=partial)
+                if demanded or (rng is None and not partial):
+                    plan.add_generators(GlobalGenerators(elastic=elastic), demanded=demanded)
+                try:
+                    await in_thread(plan.read)
+                    await plan.apply(elastic=elastic)
+                except (CheckpointCorruptError, CheckpointVersionError, CheckpointNotFoundError) as error:
+                    if step is None and not plan.path.exists():
+                        continue  # another process has saved a later one, and removed this one before it was opened
+                    others = [other for other in self.steps() if other != chosen]
+                    if step is not None or not others:
+                        raise
+                    raise type(error)(f"{error}; restore(step=...) takes an older one, of {others}") from error
+                return RestoredCheckpoint(chosen, plan.path, plan.values)
 
     def _chosen(self, step: int | None) -> int:
-        steps = self.steps()
+        # A listing may miss what is put in place while it goes on, and find no longer what that replaces.
+        steps = next(filter(None, (self.steps() for _ in range(_LISTINGS))), [])
         if step is None and not steps:
             raise CheckpointNotFoundError(f"{self._directory}: expected a checkpoint, found none")
         chosen = steps[-1] if step is None else _step(step)

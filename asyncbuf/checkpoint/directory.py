@@ -71,7 +71,7 @@ class Writer:
         self._files: dict[str, dict[str, Any]] = {}
         self._key = secrets.token_hex(8)
         self._unseen = f"{MANIFEST}.{self._key}"
-        self._stopped = self._committed = False
+        self._stopped = self._committed = self._is_new = False
         self._presence: Presence | None = None
 
     def __enter__(self) -> Self:
@@ -80,17 +80,28 @@ class Writer:
         Raises:
             CheckpointError: something else than a checkpoint is there.
         """
-        if self._path.is_symlink() or self._path.exists():
-            # What a save leaves that was interrupted before its first commit is no obstacle.
-            if not self._path.is_dir() or not (is_checkpoint(self._path) or all(map(_is_ours, self._path.iterdir()))):
-                raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
-        else:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._root = self._path.with_name(f".{self._path.name}.tmp-{self._key}")
-        self._presence = Presence(self._path.parent, self._path)
+        self._presence = self._present()
+        self._root = self._path.with_name(f".{self._path.name}.tmp-{self._key}") if self._is_new else self._path
         self._data = self._root / f"data-{self._key}"
-        self._data.mkdir(parents=True)
+        if self._is_new:
+            self._root.mkdir()
+        self._data.mkdir()
         return self
+
+    def _present(self) -> Presence:
+        """Be at work where the checkpoint is, or will be."""
+        while True:
+            self._is_new = not (self._path.is_symlink() or self._path.exists())
+            if self._is_new:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                return Presence(self._path.parent)
+            # What a save leaves that was interrupted before its first commit is no obstacle.
+            if not self._path.is_dir() or not (is_checkpoint(self._path) or _all_ours(self._path)):
+                raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
+            presence = Presence(self._path.parent, self._path)
+            if presence.holds(self._path):
+                return presence
+            presence.leave()  # it was removed meanwhile
 
     def __exit__(self, *_: object) -> None:
         """Remove what was written, unless it was committed."""
@@ -151,7 +162,6 @@ class Writer:
         assert self._presence is not None
         if self._root != self._path:
             self._move_into_place()
-            self._presence.enter(self._path)
         self._committed = True
         _sync(self._path.parent)
         if self._presence.alone():
@@ -169,16 +179,26 @@ class Writer:
                 entry.unlink(missing_ok=True)
 
     def _move_into_place(self) -> None:
-        try:
-            self._root.rename(self._path)
-        except OSError:
-            if not is_checkpoint(self._path):
-                raise
+        assert self._presence is not None
+        while True:
+            try:
+                self._root.rename(self._path)
+            except OSError:
+                if not is_checkpoint(self._path):
+                    if self._path.exists():
+                        raise
+                    continue  # it was removed meanwhile
+            else:
+                self._presence.enter(self._path)
+                return
             # Another save to the same place came first: this one replaces it, in one step as well.
-            (self._root / self._data.name).rename(self._path / self._data.name)
-            (self._root / MANIFEST).replace(self._path / MANIFEST)
-            _sync(self._path)
-            self._root.rmdir()
+            self._presence.enter(self._path)
+            if self._presence.holds(self._path):
+                break
+        (self._root / self._data.name).rename(self._path / self._data.name)
+        (self._root / MANIFEST).replace(self._path / MANIFEST)
+        _sync(self._path)
+        self._root.rmdir()
 
 
 class Reader:
@@ -264,6 +284,13 @@ class Reader:
 def _is_ours(entry: Path) -> bool:
     """Whether it is data, or a manifest that was not yet put in place."""
     return _DATA.fullmatch(entry.name) is not None or entry.name.startswith(f"{MANIFEST}.")
+
+
+def _all_ours(path: Path) -> bool:
+    try:
+        return all(map(_is_ours, path.iterdir()))
+    except FileNotFoundError:  # removed meanwhile
+        return True
 
 
 def is_checkpoint(path: Path) -> bool:

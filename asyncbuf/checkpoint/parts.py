@@ -80,9 +80,10 @@ async def capture(parts: dict[str, Any], timeout: float | None) -> dict[str, Cap
         CheckpointError: something cannot be saved; the message says where.
         TypeError: the ``state_dict`` of an object is async.
     """
-    buffers = {name: part for name, part in sorted(parts.items()) if isinstance(part, ReplayBuffer)}
+    buffers = {name: part for name, part in parts.items() if isinstance(part, ReplayBuffer)}
     async with AsyncExitStack() as stack:
-        for buffer in buffers.values():
+        # In an order that all saves have in common, whatever the names are: none waits for one that waits for it.
+        for buffer in sorted(buffers.values(), key=id):
             await stack.enter_async_context(buffer.frozen(timeout))
         snapshots = {name: await buffer.snapshot() for name, buffer in buffers.items()}
         # The point in time: the buffers stand still, and nothing below waits.

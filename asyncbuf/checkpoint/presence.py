@@ -29,6 +29,7 @@ class Presence:
 
     def __init__(self, *directories: Path) -> None:
         self._handles: list[int] = []
+        self._process = os.getpid()
         for directory in directories:
             self.enter(directory)
 
@@ -39,6 +40,14 @@ class Presence:
             self._handles.append(handle)
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_SH)
+
+    def holds(self, directory: Path) -> bool:
+        """Whether it is at work in what has this name now: it may have been removed while it was being entered."""
+        try:
+            there = os.stat(directory)
+        except OSError:
+            return False
+        return any(os.path.samestat(os.fstat(handle), there) for handle in self._handles)
 
     def alone(self) -> bool:
         """Whether nobody else is there. If so, nobody enters before ``leave``."""
@@ -52,11 +61,11 @@ class Presence:
         return True
 
     def leave(self) -> None:
-        """Be gone."""
+        """Be gone. In a forked process that only closes what it got: the lock is that of the process that entered."""
         while self._handles:
             handle = self._handles.pop()
             with contextlib.suppress(OSError):
-                if fcntl is not None:
+                if fcntl is not None and self._process == os.getpid():
                     fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
             os.close(handle)
 
