@@ -240,7 +240,7 @@ class Maker:
             if self._chain.ordered:
                 self._order_busy = False
                 self.next_in_order()
-                self.went_on()
+                self._tell()
 
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
@@ -272,9 +272,13 @@ class Maker:
     def _settled(self, entry: Entry) -> None:
         if self._chain.ordered:
             self.next_in_order()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Consumers, and whoever waits for a standstill, look again."""
         self.went_on()
         report = self._report()
-        if report is not None and not entry.dropped:
+        if report is not None:
             report()
 
     @property
