@@ -566,8 +566,8 @@ asyncio.run(main(*map(int, sys.argv[1:])))
 def test_a_batch_that_is_dropped_touches_no_new_page(rows: int, batch_size: int, width: int, depth: int) -> None:
     arguments = [str(number) for number in (rows, batch_size, width, depth)]
     process = subprocess.run([sys.executable, "-c", FAULTS, *arguments], capture_output=True, text=True, check=True)
-    # A hundred batches in fresh memory would be 350,000 faults, or 1,000.
-    assert int(process.stdout) < 100
+    # As many batches as there are slots may be the first in theirs.
+    assert int(process.stdout) < 10 * batch_size * width / 4096
 
 
 async def _opened(make: Maker) -> ReplayBuffer:

@@ -45,6 +45,7 @@ from .helpers import (
     Stop,
     ThreadedStorage,
     background_tasks,
+    rows,
     seeded,
     turns,
     until,
@@ -1692,3 +1693,71 @@ async def test_a_shape_that_cannot_be_is_refused_by_an_empty_buffer(shape: Any, 
         await target.load_state_dict(state)
     assert len(target) == 0
     await target.load_state_dict(good_state)
+
+
+@pytest.mark.parametrize("way", ["snapshot", "state_dict", "directory", "frozen"])
+async def test_stateful_transforms_that_begin_while_a_snapshot_waits_for_its_turn(way: str, tmp_path: Path) -> None:
+    stop = Stop()
+
+    class Slow(CountingTransform):
+        def __call__(self, data: Any) -> Any:
+            time.sleep(0.02)
+            return super().__call__(data)
+
+    def make(storage: TensorStorage) -> ReplayBuffer:
+        return ReplayBuffer(storage, batch_size=4, prefetch=1, transform=Slow(), generator=seeded())
+
+    storage = ThreadedStorage(50)
+    buffer = make(storage)
+    await buffer.extend(rows(20))
+    async with buffer, Crew() as crew:
+        await within(buffer.sample())
+        storage.on_write = stop
+        write = crew.start(buffer.extend(rows(10)))
+        await stop.come.reached()
+        consumers = [crew.start(buffer.sample()) for _ in range(3)]  # their draws wait behind the write
+        await turns()
+        saving = crew.start(_saved_while_frozen(buffer) if way == "frozen" else saved(way, buffer, tmp_path))
+        await turns()
+        stop.go.set()
+        what = await within(saving)
+        await within(write)
+        seen = [int((await within(consumer))["seen"][0]) for consumer in consumers]
+        seen += [int((await within(buffer.sample()))["seen"][0]) for _ in range(3)]
+    assert seen == list(range(2, 8))
+    other = await restored("state_dict" if way == "frozen" else way, what, make(ThreadedStorage(50)))
+    async with other:
+        assert [int((await within(other.sample()))["seen"][0]) for _ in range(6)] == seen
+
+
+async def _saved_while_frozen(buffer: ReplayBuffer) -> Any:
+    async with buffer.frozen():
+        return await buffer.state_dict()
+
+
+async def test_a_restore_asks_no_transform_for_its_state_while_it_is_at_work() -> None:
+    class Busy(CountingTransform):
+        at_work = False
+        disturbed = False
+
+        def __call__(self, data: Any) -> Any:
+            self.at_work = True
+            time.sleep(0.05)
+            self.at_work = False
+            return super().__call__(data)
+
+        def state_dict(self) -> dict[str, int]:
+            self.disturbed |= self.at_work
+            return super().state_dict()
+
+    transform = Busy()
+    buffer = ReplayBuffer(TensorStorage(50), batch_size=4, prefetch=1, transform=transform)
+    await buffer.extend(rows(50))
+    async with buffer, Crew() as crew:
+        snapshot = await within(buffer.snapshot())
+        for _ in range(3):
+            consumer = crew.start(buffer.sample())
+            await until(lambda: transform.at_work)
+            await within(buffer.restore(snapshot))
+            await within(consumer)
+    assert not transform.disturbed

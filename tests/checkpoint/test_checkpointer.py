@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -1318,3 +1319,57 @@ def test_repr(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# -- others at work in the same place ---------------------------------------------------------------------------------
+
+
+async def test_the_latest_checkpoint_may_be_removed_while_it_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer, other = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path, keep=1)
+    count = Count()
+    await checkpointer.save(1, count=count)
+    chosen = []
+    choose = checkpointer._chosen
+
+    def choosing(step: int | None) -> int:
+        chosen.append(choose(step))
+        if len(chosen) < 4:  # another saver puts a later one in its place, before it is opened
+            count.value = 10 * len(chosen)
+            run = asyncio.new_event_loop()
+            thread = threading.Thread(target=lambda: run.run_until_complete(other.save(chosen[-1] + 1, count=count)))
+            thread.start()
+            thread.join()
+            run.close()
+        return chosen[-1]
+
+    monkeypatch.setattr(checkpointer, "_chosen", choosing)
+    into = Count()
+    assert (await within(checkpointer.restore(count=into))).step == 4
+    assert chosen == [1, 2, 3, 4]
+    assert into.value == 30
+    monkeypatch.undo()
+    with pytest.raises(CheckpointNotFoundError):
+        await checkpointer.restore(1, count=into)
+
+
+async def test_a_listing_that_misses_what_is_there_is_taken_again(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checkpointer.save(3, count=Count())
+    listings = iter([[], [], [3]])
+    monkeypatch.setattr(checkpointer, "steps", lambda: next(listings, [3]))
+    assert (await checkpointer.restore(count=Count())).step == 3
+
+
+async def test_saves_of_the_same_buffers_by_other_names_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    one, two = make_buffer(1), make_buffer(2)
+    async with one, two:
+        for buffer in (one, two):
+            await buffer.extend(items(20, 1))
+        first, second = Checkpointer(tmp_path / "1"), Checkpointer(tmp_path / "2")
+        for step in range(5):
+            saves = first.save(step, a=one, b=two), second.save(step, a=two, b=one)
+            await within(asyncio.gather(*saves))
+    assert first.latest() == second.latest() == 4

@@ -29,6 +29,7 @@ from asyncbuf import (
     CheckpointNotFoundError,
     CheckpointVersionError,
 )
+from asyncbuf.checkpoint import directory
 from asyncbuf.checkpoint.codec import DTYPES
 from asyncbuf.checkpoint.directory import (
     MANIFEST,
@@ -922,3 +923,77 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# -- savers, readers and removers at once -----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_removed_while_a_save_begins_leaves_no_half(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[bool] = []
+    look = directory.is_checkpoint
+
+    def looked(there: Path) -> bool:
+        found = look(there)
+        if found and not removed:
+            removed.append(remove(there))  # between the look and the lock
+        return found
+
+    monkeypatch.setattr(directory, "is_checkpoint", looked)
+    save(path, 2)
+    assert removed == [True]
+    assert load(path) == 2
+    assert leftovers(path) == []
+
+
+def test_a_checkpoint_that_is_being_replaced_is_not_removed(path: Path) -> None:
+    with Writer(path) as writer:
+        assert not remove(path)
+        for name, tensors in contents(2).items():
+            writer.write(name, tensors)
+        assert not remove(path)
+        writer.commit({"number": 2})
+    assert load(path) == 2
+    assert remove(path)
+
+
+def test_a_save_to_a_place_where_another_came_first_and_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-000001"
+    moves: list[Path] = []
+    rename = Path.rename
+
+    def renamed(source: Path, target: Path) -> Path:
+        if target == path and not moves:
+            moves.append(source)
+            monkeypatch.undo()
+            save(path, 7)  # another one is there now, so that the rename fails
+            monkeypatch.setattr(directory, "is_checkpoint", looked)
+        return rename(source, target)
+
+    def looked(there: Path) -> bool:
+        if len(moves) == 1:
+            moves.append(there)
+            assert remove(there)
+        return is_checkpoint(there)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(path, 2)
+    assert len(moves) == 2
+    assert load(path) == 2
+    assert leftovers(path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_that_ends_takes_no_lock_with_it(path: Path) -> None:
+    reader = Reader(path)
+    child = os.fork()
+    if child == 0:
+        del reader
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not remove(path)
+    del reader
+    assert remove(path)
