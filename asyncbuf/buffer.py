@@ -50,8 +50,8 @@ class ReplayBuffer(Persistent):
         batch_size: number of items of a batch. None if each call of ``sample`` says its own; nothing is prefetched
             then.
         prefetch: how many batches are prepared ahead of those asked for, from 0.
-        workers: how many batches are transformed at once, from 1. As many threads gather large batches; up to four,
-            one for each core, share the gathering in any case.
+        workers: how many batches are gathered and transformed at once, from 1. A large batch that is waited for is
+            gathered by up to four threads together, one for each core.
         min_size: consumers wait until this many items are stored, from 1.
         transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a

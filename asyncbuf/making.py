@@ -7,12 +7,11 @@ import functools
 import time
 import weakref
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncbuf.ambient import as_in_a_fresh_thread
 from asyncbuf.background import FAILURES, detached, logger
 from asyncbuf.choice import INLINE_BYTES
 from asyncbuf.line import Entry, Stage
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from asyncbuf.choice import Choice
     from asyncbuf.gate import HistoryGate
     from asyncbuf.storage import Storage
+
+_AS_IT_IS = nullcontext()
 
 
 class Maker:
@@ -147,7 +148,7 @@ class Maker:
             return
         self.thread_gathers += 1
         copies, combined = self._storage.gather_in_parts(indices, self.threads.parts(nbytes) if is_urgent else 1)
-        done = self.threads.copy_together([functools.partial(_seconds, copy) for copy in copies])
+        done = self.threads.copy_together([functools.partial(self._timed, copy) for copy in copies])
         entry.gathering = True
         self._gate.hold()
         done.add_done_callback(functools.partial(self._post, entry, combined))
@@ -162,7 +163,12 @@ class Maker:
         self.gather_seconds += time.perf_counter() - start
         return data
 
-    def _post(self, entry: Entry, combined: Callable[[], Any], done: Future[list[float]]) -> None:
+    def _timed(self, copy: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        copy()
+        self.gather_seconds += time.perf_counter() - start
+
+    def _post(self, entry: Entry, combined: Callable[[], Any], done: Future[Any]) -> None:
         """From the copying threads back to the event loop."""
         assert self._loop is not None
         try:
@@ -170,13 +176,12 @@ class Maker:
         except RuntimeError:
             logger.debug("the event loop was closed while rows were being gathered")
 
-    def _arrived(self, entry: Entry, combined: Callable[[], Any], done: Future[list[float]]) -> None:
+    def _arrived(self, entry: Entry, combined: Callable[[], Any], done: Future[Any]) -> None:
         entry.gathering = False
         error = done.exception()
         if error is None:
-            self.gather_seconds += sum(done.result())
             try:
-                with as_in_a_fresh_thread():
+                with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
                     entry.keep(Progress(0, combined()))
             except BaseException as failure:
                 error = failure
@@ -320,10 +325,3 @@ class Maker:
     def forget(self) -> None:
         """Nobody wants the tickets that were not transformed yet."""
         self._order.clear()
-
-
-def _seconds(copy: Callable[[], object]) -> float:
-    """Copy some rows: how long that took."""
-    start = time.perf_counter()
-    copy()
-    return time.perf_counter() - start

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
@@ -96,17 +96,18 @@ class _Job(Generic[T]):
 
 
 class Threads:
-    """Two small pools: one copies rows and never runs code of the user, the other runs transforms.
+    """Small pools: one copies rows and never runs code of the user, one helps it, one runs transforms.
 
-    They are separate so that a transform that hangs stops neither writes nor gathers. A pool starts its threads when it
-    is first used.
+    They are separate so that a transform that hangs stops neither writes nor gathers; and so that copies that nobody
+    waits for are made by the same threads again and again, which an operating system then keeps apart from the one of
+    the event loop. A pool starts its threads when it is first used.
 
     Args:
-        workers: most threads of either pool. That for copies may have up to ``COPIERS``, which share large batches.
+        workers: most threads that copy, and that transform. Those that help are at most ``COPIERS - 1``.
     """
 
     def __init__(self, workers: int) -> None:
-        self._sizes = {"copy": max(workers, COPIERS), "transform": workers}
+        self._sizes = {"copy": workers, "share": max(1, COPIERS - 1), "transform": workers}
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._running: set[Future[object]] = set()
 
@@ -118,18 +119,20 @@ class Threads:
         """How many threads should share a copy of so many bytes."""
         return max(1, min(COPIERS, nbytes // PART_BYTES))
 
-    def copy_together(self, functions: Sequence[Callable[[], T]]) -> Future[list[T]]:
-        """Start copying rows, each function in a thread: what they return, or the error of one, once all have ended.
+    def copy_together(self, functions: Sequence[Callable[[], object]]) -> Future[Any]:
+        """Start copying rows in several threads: done when all have ended, with the error of one if one failed.
 
         Raises:
             ValueError: there is no function.
         """
         if not functions:
             raise ValueError("expected at least one function that copies, found none")
-        whole: Future[list[T]] = Future()
+        if len(functions) == 1:
+            return self.copy(functions[0])
+        whole: Future[Any] = Future()
         left = threading.Semaphore(len(functions) - 1)
 
-        def ended(_: Future[T]) -> None:
+        def ended(_: Future[object]) -> None:
             if left.acquire(blocking=False):
                 return  # others are still at it
             done = list(futures)
@@ -137,14 +140,14 @@ class Threads:
             errors = [CancelledError() if future.cancelled() else future.exception() for future in done]
             error = next(filter(None, errors), None)
             if error is None:
-                whole.set_result([future.result() for future in done])
+                whole.set_result(None)
             else:
                 whole.set_exception(error)
 
-        futures: list[Future[T]] = []
+        futures: list[Future[Any]] = []
         for function in functions:
             try:
-                futures.append(self.copy(function))
+                futures.append(self._start("share" if futures else "copy", function))
             except BaseException as error:  # some have begun: they must end before that is told
                 futures.append(Future())
                 futures[-1].set_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import gc
 import threading
 import weakref
@@ -289,10 +290,9 @@ async def test_pools_are_separate() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 async def test_as_many_threads_as_workers(workers: int, pool: str) -> None:
     threads = Threads(workers)
-    most = max(workers, COPIERS) if pool == "copy" else workers
-    works = [Work() for _ in range(most + 1)]
+    works = [Work() for _ in range(workers + 1)]
     futures = [getattr(threads, pool)(work) for work in works]
-    assert all(work.begun.wait(5) for work in works[:most])
+    assert all(work.begun.wait(5) for work in works[:workers])
     assert not works[-1].begun.is_set()
     works[0].may_end.set()
     assert works[-1].begun.wait(5)
@@ -386,10 +386,14 @@ async def test_results_are_let_go() -> None:
 # -- sharing a copy ---------------------------------------------------------------------------------------------------
 
 
-async def test_copies_together_return_in_order(threads: Threads) -> None:
+async def test_copies_together_all_happen(threads: Threads) -> None:
     for count in range(1, 6):
-        whole = threads.copy_together([lambda i=i: i for i in range(count)])  # type: ignore[misc]
-        assert await asyncio.wait_for(asyncio.wrap_future(whole), 5) == list(range(count))
+        made: list[int] = []
+        whole = threads.copy_together([functools.partial(made.append, i) for i in range(count)])
+        await finish(whole)
+        assert sorted(made) == list(range(count))
+    with pytest.raises(ValueError, match="at least one function"):
+        threads.copy_together([])
 
 
 async def test_an_error_of_one_copy_is_told_when_all_have_ended(threads: Threads) -> None:
@@ -421,16 +425,18 @@ async def test_copies_that_never_began_end_as_cancelled(work: Work) -> None:
     await threads.close()
 
 
-async def test_results_of_copies_together_die_at_once(threads: Threads) -> None:
+async def test_what_copies_together_hold_dies_at_once(threads: Threads) -> None:
     gc.collect()
     gc.disable()
     try:
-        whole = threads.copy_together([Result, Result])
+        held = [Result() for _ in range(3)]
+        references = [weakref.ref(result) for result in held]
+        whole = threads.copy_together([functools.partial(id, result) for result in held])
+        del held
         await finish(whole)
-        references = [weakref.ref(result) for result in whole.result()]
         await threads.close()
         del whole
-        assert [reference() for reference in references] == [None, None]
+        assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
 

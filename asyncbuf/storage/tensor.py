@@ -125,7 +125,7 @@ class TensorStorage(Storage):
         self, indices: torch.Tensor, parts: int
     ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
         """Let several threads copy into the memory of one batch. A ``gather`` of a subclass is not passed over."""
-        if self._rows is None or type(self).gather is not TensorStorage.gather:
+        if parts == 1 or self._rows is None or type(self).gather is not TensorStorage.gather:
             return super().gather_in_parts(indices, parts)
         return self._rows.gather_in_parts(indices.numpy(), parts)
 
