@@ -38,7 +38,7 @@ async def sample(work: Workload, batch_size: int, scale: float, rounds: int) -> 
     buffer = await opened(items, count, batch_size=batch_size)
     others, missing = peers(items, count, batch_size)
     nbytes = batch_size * work.nbytes
-    calls = 1 + int(scale * max(20, min(1000, 25e6 / nbytes)))
+    calls = 1 + int(scale * max(60, min(1000, 25e6 / nbytes)))
     title = f"sample(), {work.name}, batch {batch_size}, {count:,} rows of {work.nbytes:,} bytes"
     for keep in (0, max(1, min(MOST_KEPT, KEPT_BYTES // nbytes))):
         contenders = [awaiting("asyncbuf", buffer.sample, keep)]
