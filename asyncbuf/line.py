@@ -107,7 +107,7 @@ class Pass:
     """A pass over the items that one or several consumers go through together.
 
     Attributes:
-        number: number of the pass; None before its first batch was asked for.
+        number: number of the pass; None before the ticket of its first batch is known.
         begun: whether a batch of it was handed over.
     """
 
@@ -121,7 +121,7 @@ class Pass:
         """Whether a ticket belongs to it. If none did so far, it may turn out to be an earlier pass than expected."""
         epoch = entry.ticket.draw.epoch
         if self.number is None:
-            self.number = epoch  # it was not known when it was asked for
+            self.number = epoch
         if not self.begun and epoch is not None and self.number is not None and epoch < self.number:
             self.number = epoch  # a consumer that was to take the last batch before it has given up
         return epoch == self.number

@@ -147,17 +147,17 @@ class Pipeline:
         if within is not None and not self._is_next(line, within):
             return None
         if line.entries:
-            if line.entries[0].stage is not Stage.READY:
+            batch = line.entries[0].batch
+            if batch is None:
                 return None
+            if self.chain.handed_over is not None:
+                self.chain.handed_over(batch.data)
             line.answered += 1
             try:
                 self._fill(line)
             except BaseException:
                 line.answered, line.error = line.answered - 1, None
                 raise
-            batch = line.entries[0].batch
-            if batch is not None and self.chain.handed_over is not None:
-                self.chain.handed_over(batch.data)
             line.entries.popleft()
         else:
             may_be_made = not (line.depth or self.chain.steps) and self._source.drawable
@@ -172,7 +172,7 @@ class Pipeline:
         if line is not self.main_line:
             self._lines.forget(line)
         if within is not None:
-            within.begun = True
+            within.number, within.begun = batch.epoch, True
         return batch
 
     def _made_now(self, line: Line) -> Batch | None:
@@ -212,8 +212,6 @@ class Pipeline:
         if self._unusable is not None:
             raise self._unusable()
         waiter = Waiter(within)
-        if within is not None:
-            self._begin(line, within)
         line.waiters.append(waiter)
         try:
             self._gate.draw(functools.partial(self._answer, line, waiter))
@@ -228,22 +226,11 @@ class Pipeline:
         finally:
             self._leave(line, waiter)
 
-    def _begin(self, line: Line, within: Pass) -> None:
-        """A pass that was not asked for yet is the one of the ticket that this call will get.
-
-        If that was not drawn yet, nor all of those before it, it is known only at its draw.
-        """
-        if within.number is None:
-            behind = list(line.entries)[len(line.waiters) :]
-            if behind:
-                within.number = behind[0].ticket.draw.epoch
-            elif len(line.waiters) <= len(line.entries):
-                within.number = self._next_epoch(line)
-
     def _is_next(self, line: Line, within: Pass) -> bool:
         """Whether the next ticket of a line at which nobody waits, drawn or not, belongs to a pass."""
-        self._begin(line, within)
-        return within.takes(line.entries[0]) if line.entries else within.number == self._next_epoch(line)
+        if line.entries:
+            return within.takes(line.entries[0])
+        return within.number is None or within.number == self._next_epoch(line)
 
     def _next_epoch(self, line: Line) -> int | None:
         """Number of the pass that the next draw of a line belongs to."""
