@@ -178,7 +178,7 @@ class Maker:
 
     def _arrived(self, entry: Entry, combined: Callable[[], Any], done: Future[Any]) -> None:
         entry.gathering = False
-        error = done.exception()
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             try:
                 with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
