@@ -15,6 +15,11 @@ _PLAIN = nullcontext()
 _CPU = torch.device("cpu")
 
 
+def outside_inference() -> AbstractContextManager[Any]:
+    """Inference mode off: tensors that are made within may be saved for a backward pass."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _PLAIN
+
+
 def as_in_a_fresh_thread() -> AbstractContextManager[Any]:
     """Gradients on; inference mode, autocast and a default device off."""
     stack: ExitStack | None = None

@@ -120,10 +120,8 @@ class Pass:
     def takes(self, entry: Entry) -> bool:
         """Whether a ticket belongs to it. If none did so far, it may turn out to be an earlier pass than expected."""
         epoch = entry.ticket.draw.epoch
-        if self.number is None:
-            self.number = epoch
-        if not self.begun and epoch is not None and self.number is not None and epoch < self.number:
-            self.number = epoch  # a consumer that was to take the last batch before it has given up
+        if self.number is None or (not self.begun and epoch is not None and epoch < self.number):
+            self.number = epoch  # the first, or earlier: a consumer that was to take the last batch has given up
         return epoch == self.number
 
 

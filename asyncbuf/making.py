@@ -7,11 +7,12 @@ import functools
 import time
 import weakref
 from collections import deque
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asyncbuf.ambient import outside_inference
 from asyncbuf.background import FAILURES, detached, logger
 from asyncbuf.choice import INLINE_BYTES
 from asyncbuf.line import Entry, Stage
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from asyncbuf.choice import Choice
     from asyncbuf.gate import HistoryGate
     from asyncbuf.storage import Storage
-
-_AS_IT_IS = nullcontext()
 
 
 class Maker:
@@ -138,8 +137,9 @@ class Maker:
         """Gather the rows here, or let threads begin with it."""
         indices = entry.ticket.draw.indices
         nbytes = self._storage.gather_nbytes(indices.shape[0])
-        here = nbytes <= INLINE_BYTES
-        if choice is not None and not here:
+        if choice is None:
+            here = nbytes <= INLINE_BYTES
+        else:
             here = choice.gathers_here(nbytes)
             choice.drawn(nbytes)
         if here:
@@ -181,7 +181,7 @@ class Maker:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             try:
-                with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+                with outside_inference():
                     entry.keep(Progress(0, combined()))
             except BaseException as failure:
                 error = failure

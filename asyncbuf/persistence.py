@@ -66,7 +66,7 @@ class Persistent:
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
         while True:
-            await self._pipeline.settle(None if deadline is None else deadline - loop.time())
+            await self._pipeline.settle(deadline)
             async with self._gate.turn(alone=True):
                 is_late = deadline is not None and loop.time() >= deadline
                 if is_late or not self._pipeline.maker.changes_state:

@@ -307,8 +307,8 @@ class Pipeline:
         for line in self._lines:
             if line.waiters and line.starves:
                 self._fill(line)
-            if self.finished:
-                line.notify_all()
+        if self.finished:
+            self._lines.notify_all()
 
     def _fill(self, line: Line) -> None:
         line.error = None
@@ -400,10 +400,13 @@ class Pipeline:
                 self._holding = False
                 self._notify()
 
-    async def settle(self, seconds: float | None) -> None:
-        """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work."""
+    async def settle(self, deadline: float | None) -> None:
+        """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work.
+
+        Args:
+            deadline: by the clock of the event loop; None if there is all the time.
+        """
         loop = asyncio.get_running_loop()
-        deadline = None if seconds is None else loop.time() + seconds
         while self._unusable is None and self.in_flight and not self.maker.stuck:
             if not await self.maker.step(None if deadline is None else max(0.0, deadline - loop.time())):
                 return

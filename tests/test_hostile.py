@@ -169,17 +169,22 @@ class NoThreads:
         monkeypatch.setattr(threading.Thread, "start", perhaps)
 
 
+async def told_that_no_thread_starts(buffer: ReplayBuffer, no_threads: NoThreads, calls: int) -> None:
+    """Every call is, and can go on afterwards."""
+    no_threads.on = True
+    for _ in range(calls):
+        with pytest.raises(PrefetchError, match="can't start new thread"):
+            await within(buffer.sample())
+    no_threads.on = False
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 async def test_a_gather_for_which_no_thread_can_be_started(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     no_threads = NoThreads(monkeypatch)
     buffer = ReplayBuffer(Moody(50, "", ValueError, large=True), batch_size=4, prefetch=depth)
     await buffer.extend(rows(50))
     async with buffer:
-        no_threads.on = True
-        for _ in range(2):
-            with pytest.raises(PrefetchError, match="can't start new thread"):
-                await within(buffer.sample())
-        no_threads.on = False
+        await told_that_no_thread_starts(buffer, no_threads, 2)
         assert (await next_numbers(buffer, 5))[0] == list(range(5))
         await within(buffer.extend(rows(5)))
 
@@ -191,11 +196,7 @@ async def test_a_transform_for_which_no_thread_can_be_started_does_not_run_twice
     buffer = ReplayBuffer(TensorStorage(50), batch_size=4, transform=CountingTransform())
     await buffer.extend(rows(50))
     async with buffer:
-        no_threads.on = True
-        for _ in range(3):
-            with pytest.raises(PrefetchError, match="can't start new thread"):
-                await within(buffer.sample())
-        no_threads.on = False
+        await told_that_no_thread_starts(buffer, no_threads, 3)
         assert [int((await within(buffer.sample()))["seen"][0]) for _ in range(3)] == [1, 2, 3]
 
 
