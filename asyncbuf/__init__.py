@@ -1,9 +1,12 @@
 """A replay buffer and prefetching sampler for asyncio training loops on PyTorch."""
 
+from asyncbuf import integrations as integrations
+from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
+from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
-from asyncbuf.checkpoint.codec import register_codec, register_type
+from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.errors import (
     AsyncBufError,
     BufferClosedError,
@@ -17,15 +20,12 @@ from asyncbuf.errors import (
     SchemaError,
     WrongLoopError,
 )
+from asyncbuf.rows import RowRange
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
-from asyncbuf.snapshot import Snapshot
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import ListStorage, Prepared, Run, Storage, TensorStorage
+from asyncbuf.storage import ListStorage, Prepared, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
-from asyncbuf.tree import Container, register_container
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncBufError",
@@ -50,8 +50,8 @@ __all__ = [
     "ReplayBuffer",
     "RestoredCheckpoint",
     "RoundRobinWriter",
+    "RowRange",
     "Rows",
-    "Run",
     "Sampler",
     "SamplerWithoutReplacement",
     "SchemaError",
@@ -60,6 +60,7 @@ __all__ = [
     "TensorStorage",
     "Writer",
     "WrongLoopError",
+    "__version__",
     "register_codec",
     "register_container",
     "register_type",

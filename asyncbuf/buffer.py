@@ -11,33 +11,33 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from asyncbuf.arguments import count, expect
-from asyncbuf.choice import WRITE_INLINE_BYTES
+from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
+from asyncbuf._prefetch.pipeline import Pipeline
+from asyncbuf._prefetch.transforms import TransformChain
+from asyncbuf._runtime.arguments import count, expect
+from asyncbuf._runtime.threads import finish
+from asyncbuf._table.gate import HistoryGate
+from asyncbuf._table.table import Table
+from asyncbuf.checkpoint.snapshot import Config
+from asyncbuf.checkpoint.snapshotter import Snapshotter
 from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
-from asyncbuf.gate import HistoryGate
-from asyncbuf.persistence import Persistent
-from asyncbuf.pipeline import Pipeline
 from asyncbuf.sampler import RandomSampler, Sampler
-from asyncbuf.snapshot import Config
-from asyncbuf.source import Source
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import Prepared, Storage
 from asyncbuf.stream import BatchStream
-from asyncbuf.threads import finish
-from asyncbuf.transform import Chain
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator
     from types import TracebackType
 
+    from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
-    from asyncbuf.line import Line
 
 Transform = Callable[..., Any]
 
 
-class ReplayBuffer(Persistent):
+class ReplayBuffer(Snapshotter):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -108,11 +108,11 @@ class ReplayBuffer(Persistent):
         # Those in line, those being made, and those that consumers work on.
         storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
-        self._source = Source(storage, self._writer, self._sampler, self._generator, min_size)
+        self._table = Table(storage, self._writer, self._sampler, self._generator, min_size)
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
         collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
-        chain = Chain(
+        chain = TransformChain(
             collate,
             _listed(transform),
             foreign_collate=collate_fn is not None,
@@ -120,7 +120,7 @@ class ReplayBuffer(Persistent):
             pin_memory=pin_memory,
         )
         self._pipeline = Pipeline(
-            self._source,
+            self._table,
             chain,
             self._gate,
             batch_size=self._batch_size,
@@ -144,8 +144,6 @@ class ReplayBuffer(Persistent):
         self._frozen_by: asyncio.Task[Any] | None = None
         self._state = "new"
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    # -- life ---------------------------------------------------------------------------------------------------------
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -263,22 +261,22 @@ class ReplayBuffer(Persistent):
         if prepared.nbytes > WRITE_INLINE_BYTES:
             return await self._write_in_thread(prepared, prepare, items)
         if self._gate.is_free_for_writes:
-            return self._gate.at_once(self._write_here, prepared)
-        async with self._gate.turn(alone=True):
+            return self._gate.run_now(self._write_here, prepared)
+        async with self._gate.turn(exclusive=True):
             return self._write_here(self._confirmed(prepared, prepare, items))
 
     def _write_here(self, prepared: Prepared) -> torch.Tensor:
-        placement = self._source.place(prepared)
+        placement = self._table.place(prepared)
         self._storage.write(prepared, placement.runs)
         return self._commit(placement)
 
     async def _write_in_thread(
         self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any
     ) -> torch.Tensor:
-        threads = self._pipeline.maker.threads
-        async with self._gate.turn(alone=True):
+        threads = self._pipeline.fetcher.threads
+        async with self._gate.turn(exclusive=True):
             prepared = self._confirmed(prepared, prepare, items)
-            placement = self._source.place(prepared)
+            placement = self._table.place(prepared)
             copied = threads.copy(self._storage.write, prepared, placement.runs)
             cancelled = await finish(copied)
             copied.result()
@@ -298,7 +296,7 @@ class ReplayBuffer(Persistent):
         return prepared if self._storage.is_current(prepared) else prepare(items)
 
     def _commit(self, placement: Placement) -> torch.Tensor:
-        rows = self._source.commit(placement)
+        rows = self._table.commit(placement)
         self._pipeline.written()
         return rows
 
@@ -314,15 +312,15 @@ class ReplayBuffer(Persistent):
         ``extend`` and ``add`` raise from here on. Batches can be had as long as enough items are stored.
         """
         await self._turn()
-        await self._gate.apply(self._pipeline.finish, alone=False)
+        await self._gate.apply(self._pipeline.finish, exclusive=False)
 
     async def empty(self) -> None:
         """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
         await self._turn()
-        await self._gate.apply(self._clear, alone=True)
+        await self._gate.apply(self._clear, exclusive=True)
 
     def _clear(self) -> None:
-        self._source.clear()
+        self._table.clear()
         self._pipeline.flush()
 
     async def update_priority(self, indices: Any, priority: Any) -> None:
@@ -336,7 +334,7 @@ class ReplayBuffer(Persistent):
             TypeError, ValueError, IndexError: they do not fit each other or the storage.
         """
         await self._turn()
-        await self._gate.apply(functools.partial(self._source.update_priority, indices, priority), alone=False)
+        await self._gate.apply(functools.partial(self._table.update_priority, indices, priority), exclusive=False)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -366,7 +364,7 @@ class ReplayBuffer(Persistent):
             assert batch is not None  # only a call for a certain pass gets none
         return batch
 
-    def _line(self, batch_size: int | None) -> Line:
+    def _line(self, batch_size: int | None) -> TicketQueue:
         if batch_size is not None:
             batch_size = count(batch_size, "batch_size", 1)
             self._sampler.check(self.capacity, batch_size)
@@ -411,7 +409,7 @@ class ReplayBuffer(Persistent):
             Its number; None if no ticket is in line.
         """
         await self._turn()
-        return await self._gate.apply(functools.partial(self._pipeline.skip, self._line(None)), alone=False)
+        return await self._gate.apply(functools.partial(self._pipeline.skip, self._line(None)), exclusive=False)
 
     async def flush(self) -> int:
         """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
@@ -420,7 +418,7 @@ class ReplayBuffer(Persistent):
             How many were dropped.
         """
         await self._turn()
-        return await self._gate.apply(self._pipeline.flush, alone=False)
+        return await self._gate.apply(self._pipeline.flush, exclusive=False)
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
@@ -463,18 +461,20 @@ class ReplayBuffer(Persistent):
             waiting_consumers=pipeline.waiting,
             waiting_writers=self._gate.waiting_writers,
             peak_queued=pipeline.peak_queued,
-            gather_seconds=pipeline.maker.gather_seconds,
+            gather_seconds=pipeline.fetcher.gather_seconds,
             wait_seconds=pipeline.wait_seconds,
             retries=pipeline.retries,
-            inline_gathers=pipeline.maker.inline_gathers,
-            thread_gathers=pipeline.maker.thread_gathers,
+            inline_gathers=pipeline.fetcher.inline_gathers,
+            thread_gathers=pipeline.fetcher.thread_gathers,
         )
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
         reasons = self._pipeline.blocked()
         if writers := self._gate.waiting_writers:
-            behind = "a write in a thread" if self._gate.writing else f"{self._gate.holds} gather(s) of earlier batches"
+            behind = (
+                "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
+            )
             reasons.append(f"{writers} writer(s) wait behind {behind}")
         if reasons:
             return "; ".join(reasons)

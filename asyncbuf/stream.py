@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.line import Pass
 
 if TYPE_CHECKING:
     from asyncbuf.batch import Batch
@@ -23,7 +23,7 @@ class BatchStream:
 
     def __init__(self, buffer: ReplayBuffer, *, one_pass: bool) -> None:
         self._buffer = buffer
-        self.within = Pass() if one_pass else None
+        self.within = EpochCursor() if one_pass else None
         self._over = False
 
     def __aiter__(self) -> Self:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from asyncbuf import tree
+from asyncbuf._plain import tree
 from asyncbuf.batch import Batch
 from asyncbuf.buffer import ReplayBuffer
 

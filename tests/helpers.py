@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from asyncbuf import Batch, Draw, Prepared, RandomSampler, ReplayBuffer, Rows, Run, TensorStorage
+from asyncbuf import Batch, Draw, Prepared, RandomSampler, ReplayBuffer, RowRange, Rows, TensorStorage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
@@ -164,7 +164,7 @@ class ThreadedStorage(TensorStorage):
     def gather_nbytes(self, count: int) -> int:
         return _LARGE
 
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         self.on_write()
         super().write(prepared, runs)
 

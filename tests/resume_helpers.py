@@ -26,8 +26,8 @@ from asyncbuf import (
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
+    RowRange,
     Rows,
-    Run,
     Sampler,
     SamplerWithoutReplacement,
     Storage,
@@ -35,8 +35,7 @@ from asyncbuf import (
     Writer,
 )
 from asyncbuf.testing import assert_same_batch, difference
-
-from .helpers import Stop, WeightedSampler, seeded, within
+from tests.helpers import Stop, WeightedSampler, seeded, within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -156,7 +155,7 @@ class ThinningWriter(RoundRobinWriter):
 
     def place(self, count: int, capacity: int) -> Placement:
         kept = [item for item in range(count) if (self.offered + item) % 2 == 0][-capacity:]
-        runs = (Run((self.cursor + i) % capacity, item, 1) for i, item in enumerate(kept))
+        runs = (RowRange((self.cursor + i) % capacity, item, 1) for i, item in enumerate(kept))
         return Placement(count, tuple(runs))
 
     def commit(self, placement: Placement, capacity: int) -> None:
@@ -185,7 +184,7 @@ class DictStorage(Storage):
     def prepare_one(self, item: Any) -> Prepared:
         return Prepared(1, 0, [item])
 
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         for run in runs:
             for i in range(run.count):
                 self.items[run.row + i] = prepared.payload[run.item + i]

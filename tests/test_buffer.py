@@ -29,8 +29,7 @@ from asyncbuf import (
     TensorStorage,
     WrongLoopError,
 )
-
-from .helpers import (
+from tests.helpers import (
     Crew,
     DiarySampler,
     Latch,

@@ -21,8 +21,7 @@ from asyncbuf import (
     Storage,
     TensorStorage,
 )
-
-from .helpers import (
+from tests.helpers import (
     Crew,
     DiarySampler,
     Latch,

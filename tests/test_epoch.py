@@ -19,8 +19,7 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-
-from .helpers import (
+from tests.helpers import (
     Crew,
     Latch,
     Stop,

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from asyncbuf import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
-
-from .helpers import Crew, Stop, ThreadedStorage, outcomes, rows, turns, until, within
+from tests.helpers import Crew, Stop, ThreadedStorage, outcomes, rows, turns, until, within
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from asyncbuf import Prepared, Run
+    from asyncbuf import Prepared, RowRange
 
 
 # -- what runs where --------------------------------------------------------------------------------------------------
@@ -30,7 +29,7 @@ class Watched(TensorStorage):
         super().__init__(capacity)
         self.threads: set[int] = set()
 
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         self.threads.add(threading.get_ident())
         super().write(prepared, runs)
 

@@ -32,8 +32,7 @@ from asyncbuf import (
     Storage,
     TensorStorage,
 )
-
-from .helpers import (
+from tests.helpers import (
     SECONDS,
     CountingTransform,
     Crew,

@@ -20,13 +20,12 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-
-from .helpers import CountingTransform, Crew, Stop, ThreadedStorage, outcomes, rows, seeded, turns, within
+from tests.helpers import CountingTransform, Crew, Stop, ThreadedStorage, outcomes, rows, seeded, turns, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from asyncbuf import Prepared, Run
+    from asyncbuf import Prepared, RowRange
 
 LARGE = 1 << 30
 ODD = [ValueError, StopIteration, StopAsyncIteration, MemoryError, asyncio.CancelledError, GeneratorExit]
@@ -68,7 +67,7 @@ class Moody(TensorStorage):
 
         return copies, last
 
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         self._perhaps("write")
         super().write(prepared, runs)
 

@@ -28,8 +28,7 @@ from asyncbuf import (
     SchemaError,
     TensorStorage,
 )
-
-from .helpers import (
+from tests.helpers import (
     Stop,
     ThreadedStorage,
     background_tasks,
@@ -72,7 +71,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Maker:
+class Fetcher:
     """Makes buffers and looks whether they, and what they hold, are gone."""
 
     def __init__(self) -> None:
@@ -89,16 +88,16 @@ class Maker:
         return [type(value).__name__ for ref in self._refs if (value := ref()) is not None]
 
 
-async def never_opened(make: Maker) -> None:
+async def never_opened(make: Fetcher) -> None:
     await make(prefetch=2, workers=2).extend(rows(50))
 
 
-async def never_opened_with_large_writes(make: Maker) -> None:
+async def never_opened_with_large_writes(make: Fetcher) -> None:
     buffer = make(threads=True)
     await asyncio.gather(buffer.extend(rows(50)), buffer.extend(rows(50)))
 
 
-async def used(make: Maker) -> None:
+async def used(make: Fetcher) -> None:
     buffer = make(prefetch=2, workers=2, transform=lambda data: data)
     await buffer.extend(rows(50))
     async with buffer:
@@ -106,14 +105,14 @@ async def used(make: Maker) -> None:
         await buffer.sample(7)
 
 
-async def used_with_threads(make: Maker) -> None:
+async def used_with_threads(make: Fetcher) -> None:
     buffer = make(threads=True, prefetch=2, workers=2, transform=lambda data: data)
     async with buffer:
         await buffer.extend(rows(50))
         await buffer.sample()
 
 
-async def iterated(make: Maker) -> None:
+async def iterated(make: Fetcher) -> None:
     buffer = make(sampler=SamplerWithoutReplacement(), prefetch=2)
     await buffer.extend(rows(50))
     async with buffer:
@@ -123,7 +122,7 @@ async def iterated(make: Maker) -> None:
             break
 
 
-async def with_a_state(make: Maker) -> None:
+async def with_a_state(make: Fetcher) -> None:
     class Stateful:
         def state_dict(self) -> dict[str, int]:
             return {"state": 1}
@@ -140,7 +139,7 @@ async def with_a_state(make: Maker) -> None:
         await buffer.sample()
 
 
-async def transform_that_raises(make: Maker) -> None:
+async def transform_that_raises(make: Fetcher) -> None:
     def transform(data: Any) -> Any:
         raise ValueError
 
@@ -152,7 +151,7 @@ async def transform_that_raises(make: Maker) -> None:
                 await buffer.sample()
 
 
-async def async_transform_that_raises(make: Maker) -> None:
+async def async_transform_that_raises(make: Fetcher) -> None:
     async def transform(data: Any) -> Any:
         raise ValueError
 
@@ -164,7 +163,7 @@ async def async_transform_that_raises(make: Maker) -> None:
                 await buffer.sample()
 
 
-async def transform_that_raises_a_group(make: Maker) -> None:
+async def transform_that_raises_a_group(make: Fetcher) -> None:
     async def fail() -> None:
         raise ValueError
 
@@ -181,7 +180,7 @@ async def transform_that_raises_a_group(make: Maker) -> None:
                 await buffer.sample()
 
 
-async def quick_transform_that_raises(make: Maker) -> None:
+async def quick_transform_that_raises(make: Fetcher) -> None:
     calls = 0
 
     def transform(data: Any) -> Any:
@@ -206,7 +205,7 @@ class Unreadable(ThreadedStorage):
         raise OSError
 
 
-async def gather_that_raises(make: Maker) -> None:
+async def gather_that_raises(make: Fetcher) -> None:
     class Small(Unreadable):
         def gather_nbytes(self, count: int) -> int:
             return 0
@@ -219,7 +218,7 @@ async def gather_that_raises(make: Maker) -> None:
                 await buffer.sample()
 
 
-async def large_gather_that_raises(make: Maker) -> None:
+async def large_gather_that_raises(make: Fetcher) -> None:
     buffer = make(storage=Unreadable(200))
     await buffer.extend(rows(50))
     async with buffer:
@@ -228,7 +227,7 @@ async def large_gather_that_raises(make: Maker) -> None:
                 await buffer.sample()
 
 
-async def sampler_that_raises(make: Maker) -> None:
+async def sampler_that_raises(make: Fetcher) -> None:
     class Broken(RandomSampler):
         def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
             raise LookupError
@@ -241,7 +240,7 @@ async def sampler_that_raises(make: Maker) -> None:
                 await buffer.sample()
 
 
-async def refused_writes(make: Maker) -> None:
+async def refused_writes(make: Fetcher) -> None:
     buffer = make()
     await buffer.extend(rows(50))
     async with buffer:
@@ -249,13 +248,13 @@ async def refused_writes(make: Maker) -> None:
             await buffer.extend({"other": [1]})
 
 
-async def writes_refused_in_their_turn(make: Maker) -> None:
+async def writes_refused_in_their_turn(make: Fetcher) -> None:
     buffer = make(threads=True)
     async with buffer:
         await asyncio.gather(buffer.extend(rows(50)), buffer.extend({"other": rows(3)}), return_exceptions=True)
 
 
-async def given_up_calls(make: Maker) -> None:
+async def given_up_calls(make: Fetcher) -> None:
     buffer = make()
     async with buffer:
         for _ in range(3):
@@ -264,7 +263,7 @@ async def given_up_calls(make: Maker) -> None:
                     await buffer.sample()
 
 
-async def cancelled_calls(make: Maker) -> None:
+async def cancelled_calls(make: Fetcher) -> None:
     stop = Stop()
 
     def transform(data: Any) -> Any:
@@ -280,7 +279,7 @@ async def cancelled_calls(make: Maker) -> None:
         stop.go.set()
 
 
-async def cancelled_write(make: Maker) -> None:
+async def cancelled_write(make: Fetcher) -> None:
     stop = Stop()
     buffer = make(storage=ThreadedStorage(200, on_write=stop))
     async with buffer:
@@ -304,7 +303,7 @@ async def _hold_a_gather(buffer: ReplayBuffer, storage: ThreadedStorage) -> tupl
     return stop, tasks
 
 
-async def cancelled_waiting_writes(make: Maker) -> None:
+async def cancelled_waiting_writes(make: Fetcher) -> None:
     storage = ThreadedStorage(200)
     buffer = make(storage=storage)
     async with buffer:
@@ -313,7 +312,7 @@ async def cancelled_waiting_writes(make: Maker) -> None:
         stop.go.set()
 
 
-async def closed_while_all_wait(make: Maker) -> None:
+async def closed_while_all_wait(make: Fetcher) -> None:
     storage = ThreadedStorage(200)
     buffer = make(storage=storage)
     async with buffer:
@@ -325,7 +324,7 @@ async def closed_while_all_wait(make: Maker) -> None:
         assert [type(end) for end in ends[:3]] == [BufferClosedError] * 3
 
 
-async def crashed_while_all_wait(make: Maker) -> None:
+async def crashed_while_all_wait(make: Fetcher) -> None:
     storage = ThreadedStorage(200)
     buffer = make(storage=storage)
     async with buffer:
@@ -336,7 +335,7 @@ async def crashed_while_all_wait(make: Maker) -> None:
         stop.go.set()
 
 
-async def used_when_not_open(make: Maker) -> None:
+async def used_when_not_open(make: Fetcher) -> None:
     buffer = make()
     for _ in range(2):
         with contextlib.suppress(BufferClosedError):
@@ -373,8 +372,8 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-async def test_nothing_is_left_after(scenario: Callable[[Maker], Awaitable[None]]) -> None:
-    make, files = Maker(), open_files()
+async def test_nothing_is_left_after(scenario: Callable[[Fetcher], Awaitable[None]]) -> None:
+    make, files = Fetcher(), open_files()
     await scenario(make)
     await turns()
     assert not background_tasks()
@@ -411,7 +410,7 @@ async def test_200_cycles_leave_nothing() -> None:
     async def asynchronous(data: Any) -> Any:
         return data
 
-    make, items = Maker(), large_rows()
+    make, items = Fetcher(), large_rows()
     for number in range(20):
         await cycle(number)
     files, resident = open_files(), resident_bytes()
@@ -435,7 +434,7 @@ async def test_200_cycles_leave_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["never opened", "closed", "open"])
 async def test_50_dropped_buffers_leave_nothing(kind: str) -> None:
-    make, items = Maker(), large_rows()
+    make, items = Fetcher(), large_rows()
 
     async def one() -> None:
         buffer = make(prefetch=2, workers=2, transform=lambda data: data)
@@ -482,7 +481,7 @@ async def test_a_stream_keeps_the_buffer() -> None:
         stream = (await _opened(make)).epoch().__aiter__()  # nobody else holds the buffer
         assert (await anext(stream)).number == 0
 
-    make = Maker()
+    make = Fetcher()
     with pytest.warns(ResourceWarning, match="dropped while it was open"):
         await within(main())
     await until(lambda: not background_tasks())
@@ -570,7 +569,7 @@ def test_a_batch_that_is_dropped_touches_no_new_page(rows: int, batch_size: int,
     assert int(process.stdout) < 10 * batch_size * width / 4096
 
 
-async def _opened(make: Maker) -> ReplayBuffer:
+async def _opened(make: Fetcher) -> ReplayBuffer:
     buffer = make(sampler=SamplerWithoutReplacement())
     await buffer.extend(rows(50))
     return await buffer.open()

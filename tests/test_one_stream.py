@@ -21,8 +21,7 @@ from asyncbuf import (
     Storage,
     TensorStorage,
 )
-
-from .helpers import ThreadedStorage, WeightedSampler, check_same, fingerprint, rows, seeded, take, turns
+from tests.helpers import ThreadedStorage, WeightedSampler, check_same, fingerprint, rows, seeded, take, turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

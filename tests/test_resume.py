@@ -19,9 +19,8 @@ import torch
 
 from asyncbuf import Batch, Draw, RandomSampler, ReplayBuffer, Rows, TensorStorage
 from asyncbuf.testing import WAYS, assert_exact_resume, assert_same_batch, difference
-
-from .helpers import seeded, turns, within
-from .resume_helpers import (
+from tests.helpers import seeded, turns, within
+from tests.resume_helpers import (
     KINDS,
     SAMPLERS,
     Average,

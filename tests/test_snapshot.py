@@ -34,11 +34,10 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     Snapshot,
     TensorStorage,
-    tree,
 )
+from asyncbuf._plain import tree
 from asyncbuf.testing import WAYS, assert_same_batch, difference
-
-from .helpers import (
+from tests.helpers import (
     SECONDS,
     CountingTransform,
     Crew,
@@ -51,7 +50,7 @@ from .helpers import (
     until,
     within,
 )
-from .resume_helpers import (
+from tests.resume_helpers import (
     Average,
     Blocking,
     DictStorage,
@@ -1038,7 +1037,7 @@ async def test_what_cannot_be_saved_says_where_and_hurts_nobody(tmp_path: Path) 
 @every_way
 async def test_rows_in_many_pieces(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncbuf.storage.frozen.SEGMENT_BYTES", 100)
-    monkeypatch.setattr("asyncbuf.storage.rows.CHUNK_BYTES", 150)
+    monkeypatch.setattr("asyncbuf.storage.row_memory.CHUNK_BYTES", 150)
     async with await filled() as source:
         await source.sample()
         what = await saved(way, source, tmp_path)
@@ -1481,8 +1480,8 @@ async def test_a_write_that_waits_while_a_restore_changes_the_order_of_fields(th
     planned, copying = Stop(), Stop()
 
     class SlowStorage(ThreadedStorage):
-        def thaw(self, meta: Any, chunks: Any) -> Callable[[], None]:
-            make_live = super().thaw(meta, chunks)
+        def load_rows(self, meta: Any, chunks: Any) -> Callable[[], None]:
+            make_live = super().load_rows(meta, chunks)
             planned()
             return make_live
 

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from asyncbuf import ListStorage, ReplayBuffer, TensorStorage
-from asyncbuf.threads import Threads
-from asyncbuf.transform import Chain, Progress, mixed_seed
+from asyncbuf._prefetch.transforms import Partial, TransformChain, mixed_seed
+from asyncbuf._runtime.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
@@ -27,9 +27,9 @@ async def threads() -> AsyncIterator[Threads]:
     await made.close()
 
 
-async def run(chain: Chain, data: Any, threads: Threads, seed: int = 0) -> Any:
+async def run(chain: TransformChain, data: Any, threads: Threads, seed: int = 0) -> Any:
     """The whole chain, as a worker does it."""
-    kept = [Progress(0, data)]
+    kept = [Partial(0, data)]
     await chain.run(kept[0], seed, threads, kept.append)
     steps = [progress.step for progress in kept]
     assert steps == sorted(set(steps))
@@ -72,20 +72,20 @@ class Stateful:
 
 
 async def test_sync_functions_that_follow_each_other_share_a_hop(threads: Threads) -> None:
-    chain = Chain(torch.stack, [double, add_one, double, double, add_one, add_one, double], device="cpu")
-    kept: list[Progress] = []
-    await chain.run(Progress(0, [torch.ones(1)]), 0, threads, kept.append)
+    chain = TransformChain(torch.stack, [double, add_one, double, double, add_one, add_one, double], device="cpu")
+    kept: list[Partial] = []
+    await chain.run(Partial(0, [torch.ones(1)]), 0, threads, kept.append)
     # After stack and double, add_one, two doubles, each add_one, and the last double with the move to the device.
     assert [progress.step for progress in kept] == [2, 3, 5, 6, 7, 9]
 
 
 def test_empty_chain() -> None:
-    chain = Chain(None, [])
+    chain = TransformChain(None, [])
     assert chain.steps == ()
     assert chain.quick
     assert not chain.ordered
     data = object()
-    assert chain.run_here(data, 0) == Progress(0, data)
+    assert chain.run_here(data, 0) == Partial(0, data)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_empty_chain() -> None:
 async def test_functions_are_applied_in_order(
     transforms: list[Callable[[Any], Any]], expected: int, threads: Threads
 ) -> None:
-    assert await run(Chain(None, transforms), 3, threads) == expected
+    assert await run(TransformChain(None, transforms), 3, threads) == expected
 
 
 async def test_collate_comes_first_and_the_device_last(threads: Threads) -> None:
@@ -112,7 +112,7 @@ async def test_collate_comes_first_and_the_device_last(threads: Threads) -> None
         seen.append(data)
         return data
 
-    chain = Chain(lambda items: {"x": torch.stack(items)}, [note], device="meta")
+    chain = TransformChain(lambda items: {"x": torch.stack(items)}, [note], device="meta")
     result = await run(chain, [torch.zeros(2), torch.ones(2)], threads)
     assert seen[0]["x"].device.type == "cpu"
     assert seen[0]["x"].tolist() == [[0, 0], [1, 1]]
@@ -125,7 +125,7 @@ async def test_collate_comes_first_and_the_device_last(threads: Threads) -> None
     ids=["function", "object", "method", "partial", "partial of method"],
 )
 async def test_async_functions_run_on_the_loop(transform: Callable[[Any], Any], threads: Threads) -> None:
-    chain = Chain(None, [transform])
+    chain = TransformChain(None, [transform])
     assert [step.is_async for step in chain.steps] == [True]
     assert not chain.quick
     assert await run(chain, 1, threads) == 2
@@ -141,10 +141,10 @@ async def test_where_functions_run(threads: Threads) -> None:
     async def on_loop(data: Any) -> Any:
         return sync(data)
 
-    await run(Chain(None, [sync, on_loop]), 1, threads)
+    await run(TransformChain(None, [sync, on_loop]), 1, threads)
     assert where[0].startswith("asyncbuf-transform")
     assert where[1] == threading.current_thread().name
-    Chain(None, [sync]).run_here(1, 0)
+    TransformChain(None, [sync]).run_here(1, 0)
     assert where[2] == threading.current_thread().name
 
 
@@ -168,17 +168,17 @@ AWAITABLES: dict[str, Callable[[Any], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("transform", AWAITABLES.values(), ids=AWAITABLES)
 async def test_sync_function_that_returns_an_awaitable(transform: Callable[[Any], Any], threads: Threads) -> None:
-    assert await run(Chain(None, [transform]), 1, threads) == 2
-    assert await run(Chain(None, [transform, add_one]), 1, threads) == 3
-    assert await run(Chain(None, [double, transform]), 1, threads) == 3
+    assert await run(TransformChain(None, [transform]), 1, threads) == 2
+    assert await run(TransformChain(None, [transform, add_one]), 1, threads) == 3
+    assert await run(TransformChain(None, [double, transform]), 1, threads) == 3
 
 
 async def test_awaitable_is_awaited_before_the_next_function(threads: Threads) -> None:
-    assert await run(Chain(None, [Later, double, Later, Later, double]), 1, threads) == 12
+    assert await run(TransformChain(None, [Later, double, Later, Later, double]), 1, threads) == 12
 
 
 async def test_awaitable_is_awaited_before_the_move_to_the_device(threads: Threads) -> None:
-    assert (await run(Chain(None, [Later], device="meta"), torch.zeros(2), threads)).device.type == "meta"
+    assert (await run(TransformChain(None, [Later], device="meta"), torch.zeros(2), threads)).device.type == "meta"
 
 
 async def test_awaitable_is_awaited_for_every_batch() -> None:
@@ -191,17 +191,17 @@ async def test_awaitable_is_awaited_for_every_batch() -> None:
 
 
 async def test_progress_is_kept_after_each_step(threads: Threads) -> None:
-    kept: list[Progress] = []
-    await Chain(None, [double, add_one, double]).run(Progress(0, 3), 0, threads, kept.append)
-    assert kept == [Progress(1, 6), Progress(2, 7), Progress(3, 14)]
+    kept: list[Partial] = []
+    await TransformChain(None, [double, add_one, double]).run(Partial(0, 3), 0, threads, kept.append)
+    assert kept == [Partial(1, 6), Partial(2, 7), Partial(3, 14)]
 
 
 async def test_chain_goes_on_from_its_progress(threads: Threads) -> None:
-    kept: list[Progress] = []
-    chain = Chain(None, [double, add_one, double])
-    await chain.run(Progress(2, 7), 0, threads, kept.append)
-    await chain.run(Progress(3, 14), 0, threads, kept.append)
-    assert kept == [Progress(3, 14)]
+    kept: list[Partial] = []
+    chain = TransformChain(None, [double, add_one, double])
+    await chain.run(Partial(2, 7), 0, threads, kept.append)
+    await chain.run(Partial(3, 14), 0, threads, kept.append)
+    assert kept == [Partial(3, 14)]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -212,11 +212,11 @@ async def test_error_is_raised_and_what_was_done_is_kept(is_async: bool, threads
     async def fail_later(data: Any) -> Any:
         raise LookupError(data)
 
-    kept: list[Progress] = []
-    chain = Chain(None, [add_one, fail_later if is_async else fail])
+    kept: list[Partial] = []
+    chain = TransformChain(None, [add_one, fail_later if is_async else fail])
     with pytest.raises(LookupError, match="2"):
-        await chain.run(Progress(0, 1), 0, threads, kept.append)
-    assert kept == [Progress(1, 2)]
+        await chain.run(Partial(0, 1), 0, threads, kept.append)
+    assert kept == [Partial(1, 2)]
 
 
 async def test_result_of_a_thread_is_kept_when_the_wait_is_cancelled(threads: Threads) -> None:
@@ -228,8 +228,8 @@ async def test_result_of_a_thread_is_kept_when_the_wait_is_cancelled(threads: Th
         assert may_end.wait(10)
         return data + 1
 
-    kept: list[Progress] = []
-    task = asyncio.create_task(Chain(None, [slow, add_one]).run(Progress(0, 1), 0, threads, kept.append))
+    kept: list[Partial] = []
+    task = asyncio.create_task(TransformChain(None, [slow, add_one]).run(Partial(0, 1), 0, threads, kept.append))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)
@@ -237,7 +237,7 @@ async def test_result_of_a_thread_is_kept_when_the_wait_is_cancelled(threads: Th
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert kept == [Progress(1, 2)]
+    assert kept == [Partial(1, 2)]
 
 
 # -- a second try ------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ async def test_second_try_finds_the_containers_as_they_were(
             raise LookupError
         return data
 
-    chain = Chain(collate, [fail_once], foreign_collate=collate is not None)
+    chain = TransformChain(collate, [fail_once], foreign_collate=collate is not None)
     data: dict[str, Any] = {"x": torch.zeros(1), "inner": {"y": torch.ones(1)}}
     with pytest.raises(LookupError):
         await run(chain, data, threads)
@@ -278,8 +278,8 @@ async def test_second_try_of_a_later_step(threads: Threads) -> None:
     async def same(data: Any) -> Any:
         return data
 
-    kept = [Progress(0, {"x": 1})]
-    chain = Chain(None, [same, fail_once])
+    kept = [Partial(0, {"x": 1})]
+    chain = TransformChain(None, [same, fail_once])
     with pytest.raises(LookupError):
         await chain.run(kept[-1], 0, threads, kept.append)
     await chain.run(kept[-1], 0, threads, kept.append)
@@ -308,26 +308,26 @@ DRAWS: list[Callable[..., Any]] = [draw, draw_later, DrawObject(), functools.par
 
 @pytest.mark.parametrize("transform", DRAWS, ids=["function", "async", "object", "partial"])
 async def test_same_ticket_same_numbers(transform: Callable[..., Any], threads: Threads) -> None:
-    chain = Chain(None, [transform])
+    chain = TransformChain(None, [transform])
     first = await run(chain, [], threads, seed=12)
     torch.manual_seed(0)
     assert await run(chain, [], threads, seed=12) == first
-    assert await run(Chain(None, [transform]), [], threads, seed=12) == first
+    assert await run(TransformChain(None, [transform]), [], threads, seed=12) == first
     assert await run(chain, [], threads, seed=13) != first
 
 
 async def test_different_transforms_different_numbers(threads: Threads) -> None:
-    numbers = await run(Chain(None, [draw, draw, draw_later, draw]), [], threads, seed=12)
+    numbers = await run(TransformChain(None, [draw, draw, draw_later, draw]), [], threads, seed=12)
     assert len({tuple(drawn) for drawn in numbers}) == 4
 
 
 async def test_numbers_depend_on_the_position_among_the_transforms_only(threads: Threads) -> None:
-    alone = await run(Chain(None, [draw]), [], threads, seed=12)
-    collated = await run(Chain(list, [draw, lambda data: data], device="cpu"), [], threads, seed=12)
+    alone = await run(TransformChain(None, [draw]), [], threads, seed=12)
+    collated = await run(TransformChain(list, [draw, lambda data: data], device="cpu"), [], threads, seed=12)
     assert collated == alone
-    second = await run(Chain(None, [lambda data: data, draw]), [], threads, seed=12)
+    second = await run(TransformChain(None, [lambda data: data, draw]), [], threads, seed=12)
     assert second != alone
-    later = await run(Chain(None, [add_nothing, draw]), [], threads, seed=12)
+    later = await run(TransformChain(None, [add_nothing, draw]), [], threads, seed=12)
     assert later == second
 
 
@@ -336,7 +336,7 @@ async def add_nothing(data: Any) -> Any:
 
 
 def test_numbers_are_the_same_here_and_in_a_thread() -> None:
-    chain = Chain(None, [draw])
+    chain = TransformChain(None, [draw])
     threads = Threads(1)
 
     async def both() -> tuple[Any, Any]:
@@ -350,7 +350,7 @@ def test_numbers_are_the_same_here_and_in_a_thread() -> None:
 
 async def test_global_generator_is_left_alone(threads: Threads) -> None:
     before = torch.get_rng_state()
-    await run(Chain(None, DRAWS), [], threads)
+    await run(TransformChain(None, DRAWS), [], threads)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -359,7 +359,7 @@ async def test_functions_without_a_generator_get_none(threads: Threads) -> None:
     def others(data: Any, **others: Any) -> Any:
         return [data, others]
 
-    assert await run(Chain(None, [max, others]), [3, 5], threads) == [5, {}]
+    assert await run(TransformChain(None, [max, others]), [3, 5], threads) == [5, {}]
 
 
 def test_mixed_seeds() -> None:
@@ -376,8 +376,8 @@ def test_mixed_seeds() -> None:
 
 async def test_quick_after_a_few_quick_runs(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 1.0, 2.0, 2.00001, 3.0, 3.00001, 4.0, 4.1])
-    monkeypatch.setattr("asyncbuf.transform.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    chain = Chain(None, [double])
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    chain = TransformChain(None, [double])
     quick = [chain.quick]
     for _ in range(4):
         await run(chain, 1, threads)
@@ -387,16 +387,16 @@ async def test_quick_after_a_few_quick_runs(threads: Threads, monkeypatch: pytes
 
 
 async def test_slow_or_async_chains_are_not_quick(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = Chain(None, [add_one, double])
-    stateful = Chain(None, [Stateful(count=1)])
+    chain = TransformChain(None, [add_one, double])
+    stateful = TransformChain(None, [Stateful(count=1)])
     for _ in range(5):
         await run(chain, 1, threads)
         await run(stateful, 1, threads)
     assert not chain.quick
     assert not stateful.quick
     seconds = iter(range(100))
-    monkeypatch.setattr("asyncbuf.transform.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    slow = Chain(None, [double])
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    slow = TransformChain(None, [double])
     for _ in range(5):
         await run(slow, 1, threads)
     assert not slow.quick
@@ -416,7 +416,7 @@ async def test_slow_or_async_chains_are_not_quick(threads: Threads, monkeypatch:
     ids=["none", "function", "empty state", "state", "one of two", "empty module", "module"],
 )
 def test_order_matters_to_a_transform_with_a_state(transforms: list[Callable[..., Any]], ordered: bool) -> None:
-    assert Chain(None, transforms).ordered is ordered
+    assert TransformChain(None, transforms).ordered is ordered
 
 
 def test_a_state_that_could_not_be_restored_is_refused() -> None:
@@ -428,19 +428,19 @@ def test_a_state_that_could_not_be_restored_is_refused() -> None:
             return {}
 
     with pytest.raises(TypeError, match=r"expected load_state_dict beside state_dict, found none in .*Half"):
-        Chain(None, [Half()])
+        TransformChain(None, [Half()])
 
 
 @pytest.mark.parametrize("device", ["cuda:77", "xpu"])
 def test_device_that_is_not_there(device: str) -> None:
     with pytest.raises(ValueError, match=f"device: expected one that is there, found {device}"):
-        Chain(None, [], device=device)
+        TransformChain(None, [], device=device)
 
 
 @pytest.mark.parametrize("wrong", [3, None, "double", [double]], ids=str)
 def test_not_callable(wrong: Any) -> None:
     with pytest.raises(TypeError) as caught:
-        Chain(None, [double, wrong])
+        TransformChain(None, [double, wrong])
     assert str(caught.value) == f"transform: expected a callable, found {wrong!r}"
 
 
@@ -459,7 +459,7 @@ async def test_device_moves_every_tensor_and_nothing_else(threads: Threads) -> N
         "nested": [(torch.ones(3), "text"), journey],
         "td": TensorDict({"y": torch.zeros(2, 3)}, batch_size=[2]),
     }
-    moved = await run(Chain(None, [], device=torch.device("meta")), data, threads)
+    moved = await run(TransformChain(None, [], device=torch.device("meta")), data, threads)
     assert moved["x"].device.type == "meta"
     assert moved["nested"][0][0].device.type == "meta"
     assert moved["nested"][0][1] == "text"
@@ -470,13 +470,13 @@ async def test_device_moves_every_tensor_and_nothing_else(threads: Threads) -> N
 
 async def test_device_where_it_is_already_copies_nothing(threads: Threads) -> None:
     data = torch.zeros(2)
-    assert (await run(Chain(None, [], device="cpu"), data, threads)) is data
-    assert Chain(None, []).steps == ()
+    assert (await run(TransformChain(None, [], device="cpu"), data, threads)) is data
+    assert TransformChain(None, []).steps == ()
 
 
 def test_unknown_device() -> None:
     with pytest.raises(RuntimeError, match="nowhere"):
-        Chain(None, [], device="nowhere")
+        TransformChain(None, [], device="nowhere")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -486,17 +486,17 @@ def test_pin_memory_without_an_accelerator() -> None:
     # The line that is shown is that of the user, who can change it.
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.warns(UserWarning, match="memory is not pinned"):
-        chain = Chain(None, [], pin_memory=True)
+        chain = TransformChain(None, [], pin_memory=True)
     assert chain.steps == ()
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
 async def test_pin_memory_and_device(threads: Threads) -> None:
-    pinned = await run(Chain(None, [], pin_memory=True), {"x": torch.arange(4)}, threads)
+    pinned = await run(TransformChain(None, [], pin_memory=True), {"x": torch.arange(4)}, threads)
     assert pinned["x"].is_pinned()
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    moved = await run(Chain(None, [], pin_memory=True, device=device), {"x": torch.arange(4)}, threads)
+    moved = await run(TransformChain(None, [], pin_memory=True, device=device), {"x": torch.arange(4)}, threads)
     assert moved["x"].device.type == device.type
     torch.accelerator.synchronize()
     assert moved["x"].tolist() == [0, 1, 2, 3]

@@ -1,6 +1,6 @@
 """Checkpoints of a whole training run: buffers, models, optimizers and plain values at one point in time.
 
-One directory per step, committed whole (see ``asyncbuf.checkpoint.directory``)::
+One directory per step, committed whole (see ``asyncbuf._disk.directory``)::
 
     runs/step-000100/
       manifest.json                      which parts there are, and everything that is not a tensor
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, is_checkpoint, remove, sweep
+from asyncbuf._plain.codec import decode
+from asyncbuf._runtime.threads import in_thread
 from asyncbuf.buffer import ReplayBuffer
-from asyncbuf.checkpoint.codec import decode
-from asyncbuf.checkpoint.directory import Reader, Writer, is_checkpoint, remove, sweep
-from asyncbuf.checkpoint.parts import (
+from asyncbuf.checkpoint.components import (
     BUFFER,
     OBJECT,
     VALUE,
@@ -34,14 +35,13 @@ from asyncbuf.checkpoint.parts import (
     load,
     prove,
 )
+from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointVersionError,
 )
-from asyncbuf.snapshot import Snapshot
-from asyncbuf.threads import in_thread
 
 if TYPE_CHECKING:
     import os
@@ -158,11 +158,11 @@ class Checkpointer:
         async with self._lock("capture"):
             captured = await capture(parts, timeout)
         async with self._lock("disk"):
-            writer = Writer(path)
+            writer = CheckpointWriter(path)
             await in_thread(self._write, writer, _step(step), captured, on_cancel=writer.stop)
         return path
 
-    def _write(self, writer: Writer, step: int, captured: dict[str, Captured]) -> None:
+    def _write(self, writer: CheckpointWriter, step: int, captured: dict[str, Captured]) -> None:
         if not self._swept:
             self._directory.mkdir(parents=True, exist_ok=True)
             sweep(self._directory)
@@ -293,7 +293,7 @@ class _Plan:
         if not is_checkpoint(self.path):
             # Not CheckpointNotFoundError, upon which a program may well start afresh.
             raise CheckpointCorruptError(f"{self.path}: expected a checkpoint with a manifest, found none")
-        reader = Reader(self.path)
+        reader = CheckpointReader(self.path)
         parts = _parts_of(reader.state, self.path, self._step)
         generators = parts.pop(_RNG, None)
         self._match(parts)
@@ -327,12 +327,12 @@ class _Plan:
                     f"{self.path}: {name}: expected {_WORDS[saved[name]]}, found {_WORDS[kind]}"
                 )
 
-    def _add(self, reader: Reader, name: str, given: Any, part: dict[str, Any]) -> None:
+    def _add(self, reader: CheckpointReader, name: str, given: Any, part: dict[str, Any]) -> None:
         target = Target(name, given, joined(reader, name, part))
         target.loadable()
         self._targets.append(target)
 
-    def _add_buffer(self, reader: Reader, name: str, buffer: ReplayBuffer, document: Any) -> None:
+    def _add_buffer(self, reader: CheckpointReader, name: str, buffer: ReplayBuffer, document: Any) -> None:
         snapshot = Snapshot.read(reader, document, f"{name}/")
         if self._buffers:
             # The first buffer checks its rows itself before anything changes; the others come too late for that.

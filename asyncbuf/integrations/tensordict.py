@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
 from tensordict.utils import is_non_tensor
 
-from asyncbuf.checkpoint.codec import register_codec
+from asyncbuf._plain.registry import Container, register_codec, register_container, register_family
 from asyncbuf.errors import SchemaError
-from asyncbuf.tree import Container, register_container, register_family
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -58,9 +56,8 @@ def _decode(plain: dict[str, Any]) -> TensorDict:
     )
 
 
-@functools.cache
 def register() -> None:
-    """Make trees take TensorDicts apart and let them into checkpoints; does nothing the second time."""
+    """Make trees take TensorDicts apart and let them into checkpoints."""
     register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))
     register_family(Container("tensorclass", _flatten, _unflatten_class), is_tensorclass)
     register_codec(TensorDictBase, _encode, _decode, name="tensordict", subclasses=True)

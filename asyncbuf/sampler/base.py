@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncbuf.checkpoint.state import fields
+from asyncbuf._plain.state import fields
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from asyncbuf._plain.state import fields, same
 from asyncbuf.batch import Draw
-from asyncbuf.checkpoint.state import fields, same
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler.base import Rows, Sampler
 from asyncbuf.sampler.permutation import Permutation

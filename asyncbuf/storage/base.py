@@ -6,30 +6,17 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf.arguments import count
-from asyncbuf.checkpoint.codec import decode, encode
+from asyncbuf._plain.codec import decode, encode
+from asyncbuf._runtime.arguments import count
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.storage.frozen import Frozen, Held
+from asyncbuf.storage.frozen import Frozen, InMemoryRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
-
-@dataclass(slots=True)
-class Run:
-    """A run of items that go to neighbouring rows.
-
-    Attributes:
-        row: the first row.
-        item: position of the first item in what was handed to ``extend``.
-        count: how many.
-    """
-
-    row: int
-    item: int
-    count: int
+    from asyncbuf.rows import RowRange
 
 
 @dataclass(slots=True)
@@ -93,7 +80,7 @@ class Storage(ABC):
         return True
 
     @abstractmethod
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         """Copy prepared items into rows. What the caller does to its items afterwards does not show."""
 
     @abstractmethod
@@ -141,7 +128,7 @@ class Storage(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The contents as plain data (see ``asyncbuf.checkpoint.codec.encode``), in memory of their own."""
+        """The contents as plain data (see ``asyncbuf._plain.codec.encode``), in memory of their own."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,9 +143,9 @@ class Storage(ABC):
 
         This one copies everything at once. A storage that can do better should.
         """
-        return Held(encode(self.state_dict()))
+        return InMemoryRows(encode(self.state_dict()))
 
-    def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+    def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Take in what ``freeze`` gave out, without touching the contents yet. Called in a thread.
 
         Args:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from asyncbuf.storage.base import Run
+    from asyncbuf.rows import RowRange
     from asyncbuf.storage.layout import Records
 
 SEGMENT_BYTES = 1024 * 1024
@@ -20,7 +20,7 @@ class Frozen(Protocol):
     """What ``Storage.freeze`` returns.
 
     Attributes:
-        meta: plain data (see ``asyncbuf.checkpoint.codec``) that says what the chunks mean.
+        meta: plain data (see ``asyncbuf._plain.codec``) that says what the chunks mean.
     """
 
     meta: Any
@@ -29,7 +29,7 @@ class Frozen(Protocol):
         """The contents, piece by piece, as named tensors. May be called from a thread, and more than once."""
 
 
-class Held:
+class InMemoryRows:
     """Contents that are in memory already, such as those of a loaded checkpoint.
 
     Args:
@@ -66,7 +66,7 @@ class CopyOnWrite:
         self._lock = threading.Lock()
         self._kept: dict[int, list[Records]] = {}
 
-    def before_write(self, runs: Sequence[Run]) -> None:
+    def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
         for run in runs:
             last = min(run.row + run.count, self._rows)

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from asyncbuf import tree
-from asyncbuf.checkpoint.codec import cloned, decode, encode, join, split
+from asyncbuf._plain import tree
+from asyncbuf._plain.codec import cloned, decode, encode, join, split
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage.base import Prepared, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from asyncbuf.storage.base import Run
+    from asyncbuf.rows import RowRange
     from asyncbuf.storage.frozen import Frozen
 
 _CHUNK_ITEMS = 1000
@@ -60,7 +60,7 @@ class ListStorage(Storage):
         """Take one item of any kind."""
         return Prepared(1, 0, [item])
 
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         """Keep the items; the list grows up to the capacity."""
         for run in runs:
             self._items.extend([None] * (run.row - len(self._items)))
@@ -103,13 +103,13 @@ class ListStorage(Storage):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents."""
-        self.thaw(state["meta"], iter(state["chunks"]))()
+        self.load_rows(state["meta"], iter(state["chunks"]))()
 
     def freeze(self) -> Frozen:
         """Keeps references to the items as they are; an item must not be changed once it was handed in."""
         return _FrozenItems(list(self._items))
 
-    def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+    def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build the items beside the live ones."""
         if not isinstance(meta, dict) or type(meta.get("items")) is not int:
             raise CheckpointCorruptError(f"storage: expected a number of items, found {meta!r}")

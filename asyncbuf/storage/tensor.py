@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf import tree
+from asyncbuf._plain import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
-from asyncbuf.storage.base import Prepared, Run, Storage
-from asyncbuf.storage.frozen import CopyOnWrite, Frozen, Held
+from asyncbuf.storage.base import Prepared, Storage
+from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows
 from asyncbuf.storage.leaf import Field, as_bits, fit
-from asyncbuf.storage.rows import FrozenRows, RowMemory, fill, parsed
+from asyncbuf.storage.row_memory import FrozenRows, RowMemory, fill, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from asyncbuf.rows import RowRange
 
 
 _FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
@@ -91,7 +93,7 @@ class TensorStorage(Storage):
         """Whether the rows that items were checked against are still the ones in use."""
         return prepared.basis is self._rows
 
-    def write(self, prepared: Prepared, runs: Sequence[Run]) -> None:
+    def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         """Copy prepared items into rows; the first ones decide how rows are laid out."""
         arrays, spec, fields = prepared.payload
         rows = self._rows
@@ -144,17 +146,17 @@ class TensorStorage(Storage):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents."""
-        self.thaw(state["meta"], iter(state["chunks"]))()
+        self.load_rows(state["meta"], iter(state["chunks"]))()
 
     def freeze(self) -> Frozen:
         """Takes no time: rows are kept as they are from now on, one segment at a time, when they are overwritten."""
         if self._rows is None:
-            return Held(None)
+            return InMemoryRows(None)
         kept = CopyOnWrite(self._rows.blocks, self._filled)
         self._frozen.append(weakref.ref(kept, self._frozen.remove))
         return FrozenRows(self._rows, kept, self._filled)
 
-    def thaw(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+    def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build new rows beside the live ones."""
         if meta is None:
             return lambda: self._replace(None, 0)

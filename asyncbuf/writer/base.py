@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from asyncbuf.storage.base import Run
+    from asyncbuf.rows import RowRange
 
 
 class Placement(NamedTuple):
@@ -18,7 +18,7 @@ class Placement(NamedTuple):
     """
 
     offered: int
-    runs: tuple[Run, ...]
+    runs: tuple[RowRange, ...]
 
 
 class Writer(ABC):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncbuf.checkpoint.state import fields
+from asyncbuf._plain.state import fields
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.storage.base import Run
+from asyncbuf.rows import RowRange
 from asyncbuf.writer.base import Placement, Writer
 
 
@@ -40,14 +40,14 @@ class RoundRobinWriter(Writer):
     def place(self, count: int, capacity: int) -> Placement:
         """Rows from the cursor on, in one run or, across the end of the ring, in two."""
         if self._cursor + count <= capacity:
-            return Placement(count, (Run(self._cursor, 0, count),))
+            return Placement(count, (RowRange(self._cursor, 0, count),))
         skipped = max(0, count - capacity)
         kept = count - skipped
         start = (self._cursor + skipped) % capacity
         first = min(kept, capacity - start)
         if first == kept:
-            return Placement(count, (Run(start, skipped, kept),))
-        return Placement(count, (Run(start, skipped, first), Run(0, skipped + first, kept - first)))
+            return Placement(count, (RowRange(start, skipped, kept),))
+        return Placement(count, (RowRange(start, skipped, first), RowRange(0, skipped + first, kept - first)))
 
     def commit(self, placement: Placement, capacity: int) -> None:
         """Move the cursor past the items."""

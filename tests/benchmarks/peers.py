@@ -37,7 +37,7 @@ class Peer(NamedTuple):
         return blocking(self.name, self.sample, keep)
 
 
-class Maker(Protocol):
+class Fetcher(Protocol):
     """Makes a peer of a capacity, filled with items."""
 
     def __call__(self, items: Items, capacity: int, batch_size: int) -> Iterator[Peer]: ...
@@ -107,7 +107,7 @@ def _add(add: Callable[[Any], Any], items: Items) -> None:
         add({key: value[start : start + 10_000] for key, value in arrays.items()})
 
 
-MAKERS: dict[str, Maker] = {"TorchRL": torchrl, "cpprb": cpprb, "Stable-Baselines3": stable_baselines3}
+MAKERS: dict[str, Fetcher] = {"TorchRL": torchrl, "cpprb": cpprb, "Stable-Baselines3": stable_baselines3}
 
 
 def peers(items: Items, capacity: int, batch_size: int) -> tuple[list[Peer], list[str]]:

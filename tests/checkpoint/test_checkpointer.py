@@ -37,9 +37,9 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-from asyncbuf.checkpoint import parts as parts_module
+from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, is_checkpoint
+from asyncbuf.checkpoint import components as parts_module
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
-from asyncbuf.checkpoint.directory import Reader, Writer, is_checkpoint
 from tests.helpers import Crew, Stop, check_same, dismiss, fingerprint, seeded, take, turns, within
 
 if TYPE_CHECKING:
@@ -497,9 +497,9 @@ async def test_generators_of_devices_that_are_not_here(
 
 async def test_state_is_that_of_the_call(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop()
-    write = Writer.write
+    write = CheckpointWriter.write
 
-    def slow(self: Writer, *arguments: Any) -> None:
+    def slow(self: CheckpointWriter, *arguments: Any) -> None:
         stop()
         write(self, *arguments)
 
@@ -507,7 +507,7 @@ async def test_state_is_that_of_the_call(checkpointer: Checkpointer, monkeypatch
     async with run.buffer, Crew() as crew:
         await run.train(5)
         weights = run.weights()
-        monkeypatch.setattr(Writer, "write", slow)
+        monkeypatch.setattr(CheckpointWriter, "write", slow)
         value = {"list": [1, 2]}
         saving = crew.start(checkpointer.save(5, **run.objects, value=value))
         await stop.come.reached()
@@ -607,9 +607,9 @@ async def test_batches_that_hang_are_saved_as_tickets(checkpointer: Checkpointer
 
 async def test_saves_from_two_tasks_take_turns(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = 0
-    commit = Writer.commit
+    commit = CheckpointWriter.commit
 
-    def alone(self: Writer, state: Any) -> None:
+    def alone(self: CheckpointWriter, state: Any) -> None:
         nonlocal busy
         busy += 1
         assert busy == 1
@@ -617,7 +617,7 @@ async def test_saves_from_two_tasks_take_turns(checkpointer: Checkpointer, monke
         commit(self, state)
         busy -= 1
 
-    monkeypatch.setattr(Writer, "commit", alone)
+    monkeypatch.setattr(CheckpointWriter, "commit", alone)
     a, b = make_buffer(1), make_buffer(2)
     async with a, b:
         await a.extend(items(20, 0))
@@ -653,13 +653,13 @@ async def test_no_checkpoint_goes_while_it_is_restored(tmp_path: Path, monkeypat
     checkpointer = Checkpointer(tmp_path, keep=1)
     await checkpointer.save(1, tensor=torch.ones(1), n=1)
     stop = Stop()
-    read = Reader.read
+    read = CheckpointReader.read
 
-    def slow(self: Reader, name: str) -> dict[str, torch.Tensor]:
+    def slow(self: CheckpointReader, name: str) -> dict[str, torch.Tensor]:
         stop()
         return read(self, name)
 
-    monkeypatch.setattr(Reader, "read", slow)
+    monkeypatch.setattr(CheckpointReader, "read", slow)
     async with Crew() as crew:
         restoring = crew.start(checkpointer.restore())
         await stop.come.reached()
@@ -735,10 +735,10 @@ async def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path, monkeypa
     checkpointer = Checkpointer(tmp_path, keep=1)
     await checkpointer.save(1, n=1)
 
-    def fail(self: Writer, state: Any) -> None:
+    def fail(self: CheckpointWriter, state: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Writer, "commit", fail)
+    monkeypatch.setattr(CheckpointWriter, "commit", fail)
     with pytest.raises(OSError, match="disk full"):
         await checkpointer.save(2, n=2)
     assert checkpointer.steps() == [1]
@@ -990,7 +990,7 @@ async def test_what_is_no_run_is_refused(checkpointer: Checkpointer) -> None:
         ),
         ([], CheckpointMismatchError),
     ):
-        with Writer(checkpointer.path(4)) as writer:
+        with CheckpointWriter(checkpointer.path(4)) as writer:
             writer.commit(state)
         with pytest.raises(error, match="expected"):
             await checkpointer.restore()
@@ -1094,15 +1094,15 @@ async def test_save_cancelled_at_each_of_its_files(checkpointer: Checkpointer, m
     run = Run(0)
     names: list[str] = []
     stop, at = Stop(), -1
-    write = Writer.write
+    write = CheckpointWriter.write
 
-    def stopping(self: Writer, name: str, tensors: Any) -> None:
+    def stopping(self: CheckpointWriter, name: str, tensors: Any) -> None:
         names.append(name)
         if len(names) == at:
             stop()
         write(self, name, tensors)
 
-    monkeypatch.setattr(Writer, "write", stopping)
+    monkeypatch.setattr(CheckpointWriter, "write", stopping)
     async with run.buffer:
         await run.train(5)
         await checkpointer.save(1, **run.objects, n=1)
@@ -1155,17 +1155,17 @@ async def test_restore_cancelled_while_it_reads_changes_nothing(
 ) -> None:
     await saved_twice(checkpointer)
     state = await Untouched.start()
-    read = Reader.read
+    read = CheckpointReader.read
     names: list[str] = []
     stop, at = Stop(), -1
 
-    def stopping(self: Reader, name: str) -> dict[str, torch.Tensor]:
+    def stopping(self: CheckpointReader, name: str) -> dict[str, torch.Tensor]:
         names.append(name)
         if len(names) == at:
             stop()
         return read(self, name)
 
-    monkeypatch.setattr(Reader, "read", stopping)
+    monkeypatch.setattr(CheckpointReader, "read", stopping)
     await checkpointer.restore(**Run(1).objects)
     for at in range(1, len(names) + 1):  # noqa: B007 -- the reader looks at it
         names.clear()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncbuf.storage import layout
 from asyncbuf.storage.leaf import Field
-from asyncbuf.storage.rows import columns
+from asyncbuf.storage.row_memory import columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

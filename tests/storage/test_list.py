@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from asyncbuf import ListStorage, Run, SchemaError
+from asyncbuf import ListStorage, RowRange, SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 def extend(storage: ListStorage, items: Any, row: int = 0) -> None:
     prepared = storage.prepare(items)
-    storage.write(prepared, [Run(row, 0, prepared.count)])
+    storage.write(prepared, [RowRange(row, 0, prepared.count)])
 
 
 def gather(storage: ListStorage, *rows: int) -> list[Any]:
@@ -47,7 +47,7 @@ def test_any_object_comes_back_itself() -> None:
     storage = ListStorage(2)
     prepared = storage.prepare_one(item)
     assert (prepared.count, storage.is_current(prepared)) == (1, True)
-    storage.write(prepared, [Run(0, 0, 1)])
+    storage.write(prepared, [RowRange(0, 0, 1)])
     extend(storage, [None], row=1)
     found = gather(storage, 0, 1)
     assert found[0] is item
@@ -56,7 +56,7 @@ def test_any_object_comes_back_itself() -> None:
 
 def test_prepare_one_does_not_look_into_the_item() -> None:
     storage = ListStorage(1)
-    storage.write(storage.prepare_one([1, 2, 3]), [Run(0, 0, 1)])
+    storage.write(storage.prepare_one([1, 2, 3]), [RowRange(0, 0, 1)])
     assert gather(storage, 0) == [[1, 2, 3]]
 
 
@@ -66,7 +66,7 @@ def test_rows_of_an_array_do_not_change_with_it(make: Callable[[int], Any]) -> N
     storage = ListStorage(3)
     prepared = storage.prepare(array)
     assert prepared.count == 3
-    storage.write(prepared, [Run(0, 0, 3)])
+    storage.write(prepared, [RowRange(0, 0, 3)])
     array[:] = -1
     assert [row.tolist() for row in gather(storage, 0, 1, 2)] == [[0, 1], [2, 3], [4, 5]]
 
@@ -76,14 +76,14 @@ def test_the_list_of_the_caller_is_not_kept() -> None:
     storage = ListStorage(3)
     prepared = storage.prepare(items)
     items.clear()
-    storage.write(prepared, [Run(0, 0, 3)])
+    storage.write(prepared, [RowRange(0, 0, 3)])
     assert gather(storage, 0, 1, 2) == [1, 2, 3]
     gather(storage, 0, 1, 2).clear()
     assert gather(storage, 0, 1, 2) == [1, 2, 3]
 
 
 @st.composite
-def writes(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[Run]]]]:
+def writes(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[RowRange]]]]:
     capacity = draw(st.integers(1, 8))
     made = []
     for _ in range(draw(st.integers(1, 5))):
@@ -91,14 +91,14 @@ def writes(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[Run]]]]:
         runs = []
         for _ in range(draw(st.integers(0, 3))):
             length = draw(st.integers(0, min(count, capacity)))
-            runs.append(Run(draw(st.integers(0, capacity - length)), draw(st.integers(0, count - length)), length))
+            runs.append(RowRange(draw(st.integers(0, capacity - length)), draw(st.integers(0, count - length)), length))
         made.append((count, runs))
     return capacity, made
 
 
 @given(writes())
 @settings(max_examples=60, deadline=None)
-def test_writes_against_a_dict(program: tuple[int, list[tuple[int, list[Run]]]]) -> None:
+def test_writes_against_a_dict(program: tuple[int, list[tuple[int, list[RowRange]]]]) -> None:
     capacity, made = program
     storage = ListStorage(capacity)
     model: dict[int, tuple[int, int]] = {}

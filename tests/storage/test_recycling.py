@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from asyncbuf import PrefetchError, ReplayBuffer, Run, TensorStorage
-from asyncbuf.threads import COPIERS
+from asyncbuf import PrefetchError, ReplayBuffer, RowRange, TensorStorage
+from asyncbuf._runtime.threads import COPIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROWS = 64
 EVERY = torch.arange(ROWS)
-RUN = [Run(0, 0, ROWS)]
+RUN = [RowRange(0, 0, ROWS)]
 
 
 def filled(value: int = 1, *, batches: int = 4, contiguous: bool = False) -> TensorStorage:
@@ -306,7 +306,7 @@ def test_threads_that_gather_at_once_never_share_memory() -> None:
 
     storage.write(
         storage.prepare({**items(1), "large": EVERY[:, None].repeat(1, 600)}),
-        [Run(0, 0, ROWS)],
+        [RowRange(0, 0, ROWS)],
     )
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

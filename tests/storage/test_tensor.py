@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from asyncbuf import Run, SchemaError, TensorStorage
+from asyncbuf import RowRange, SchemaError, TensorStorage
 from asyncbuf.storage.leaf import Field
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Step:
 
 def extend(storage: TensorStorage, items: Any, row: int = 0) -> None:
     prepared = storage.prepare(items)
-    storage.write(prepared, [Run(row, 0, prepared.count)])
+    storage.write(prepared, [RowRange(row, 0, prepared.count)])
 
 
 def add(storage: TensorStorage, item: Any, row: int = 0) -> None:
-    storage.write(storage.prepare_one(item), [Run(row, 0, 1)])
+    storage.write(storage.prepare_one(item), [RowRange(row, 0, 1)])
 
 
 def gather(storage: TensorStorage, *rows: int) -> Any:
@@ -350,7 +350,7 @@ def test_tensordicts_come_back() -> None:
 def test_runs_that_wrap_around() -> None:
     storage = TensorStorage(5)
     prepared = storage.prepare({"x": torch.arange(4), "y": torch.arange(4.0)[:, None] * torch.ones(1000)})
-    storage.write(prepared, [Run(3, 0, 2), Run(0, 2, 2)])
+    storage.write(prepared, [RowRange(3, 0, 2), RowRange(0, 2, 2)])
     batch = gather(storage, 3, 4, 0, 1)
     assert batch["x"].tolist() == [0, 1, 2, 3]
     assert batch["y"][:, 999].tolist() == [0, 1, 2, 3]
@@ -359,7 +359,7 @@ def test_runs_that_wrap_around() -> None:
 def test_items_of_no_run_are_not_written() -> None:
     storage = TensorStorage(4)
     extend(storage, {"x": torch.full((4,), 9)})
-    storage.write(storage.prepare({"x": torch.arange(6)}), [Run(1, 4, 2)])
+    storage.write(storage.prepare({"x": torch.arange(6)}), [RowRange(1, 4, 2)])
     assert gather(storage, 0, 1, 2, 3)["x"].tolist() == [9, 4, 5, 9]
 
 
@@ -368,7 +368,7 @@ class _Program(NamedTuple):
 
     capacity: int
     fields: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
-    writes: list[tuple[int, list[Run]]]
+    writes: list[tuple[int, list[RowRange]]]
     rows: list[int]
 
 
@@ -385,7 +385,7 @@ def programs(draw: st.DrawFn) -> _Program:
         for _ in range(draw(st.integers(0, 3))):
             length = draw(st.integers(0, min(count, capacity)))
             row, item = draw(st.integers(0, capacity - length)), draw(st.integers(0, count - length))
-            runs.append(Run(row, item, length))
+            runs.append(RowRange(row, item, length))
         writes.append((count, runs))
     return _Program(capacity, fields, writes, draw(st.lists(st.integers(0, capacity - 1), max_size=12)))
 
@@ -469,7 +469,7 @@ def test_clear_keeps_the_structure() -> None:
 @pytest.mark.parametrize("inner", [{"x": 1.0}, [1.0], {"x": {"y": 1.0}}], ids=str)
 def test_a_tensor_in_the_place_of_a_container_with_one_leaf_is_refused(inner: Any) -> None:
     storage = TensorStorage(4)
-    storage.write(storage.prepare_one({"a": inner}), [Run(0, 0, 1)])
+    storage.write(storage.prepare_one({"a": inner}), [RowRange(0, 0, 1)])
     for wrong in (torch.tensor(2.0), np.array(2.0, np.float32), 2.0):
         with pytest.raises(SchemaError, match=r"structure differs at a: expected .*, found leaf"):
             storage.prepare_one({"a": wrong})
@@ -489,7 +489,7 @@ def test_structure_is_decided_by_the_first_write_and_not_by_what_was_prepared() 
     assert not storage.fields
     assert storage.gather_nbytes(5) == 0
     first = storage.prepare({"y": torch.ones(2, 3)})
-    storage.write(first, [Run(0, 0, 2)])
+    storage.write(first, [RowRange(0, 0, 2)])
     assert storage.fields == (Field("y", torch.float32, (3,)),)
     assert not storage.is_current(early)
     assert storage.is_current(storage.prepare({"y": torch.ones(1, 3)}))
@@ -499,7 +499,7 @@ def test_sizes_in_bytes() -> None:
     storage = TensorStorage(10)
     first = storage.prepare({"x": torch.zeros(4, 25, dtype=torch.float32)})
     assert (first.count, first.nbytes) == (4, 400)
-    storage.write(first, [Run(0, 0, 4)])
+    storage.write(first, [RowRange(0, 0, 4)])
     assert storage.prepare({"x": torch.zeros(3, 25)}).nbytes == 300
     assert storage.prepare_one({"x": torch.zeros(25)}).nbytes == 100
     assert storage.gather_nbytes(7) == 700

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncbuf import Placement, RoundRobinWriter, Run
+from asyncbuf import Placement, RoundRobinWriter, RowRange
 
 # How many items each write has; None stands for clear().
 PROGRAMS = st.lists(st.one_of(st.integers(1, 25), st.none()), max_size=12)
@@ -67,23 +67,23 @@ def test_runs_are_in_the_order_of_the_items_and_never_overlap(capacity: int, bef
 def test_place_changes_nothing() -> None:
     writer = RoundRobinWriter()
     write(writer, 3, 5)
-    assert writer.place(4, 5) == writer.place(4, 5) == Placement(4, (Run(3, 0, 2), Run(0, 2, 2)))
+    assert writer.place(4, 5) == writer.place(4, 5) == Placement(4, (RowRange(3, 0, 2), RowRange(0, 2, 2)))
     assert (writer.cursor, writer.size, writer.write_count) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(
     ("cursor", "count", "runs", "after"),
     [
-        (0, 5, (Run(0, 0, 5),), 0),
-        (2, 3, (Run(2, 0, 3),), 0),
-        (2, 4, (Run(2, 0, 3), Run(0, 3, 1)), 1),
-        (0, 6, (Run(1, 1, 4), Run(0, 5, 1)), 1),
-        (0, 10, (Run(0, 5, 5),), 0),
-        (3, 7, (Run(0, 2, 5),), 0),
-        (3, 13, (Run(1, 8, 4), Run(0, 12, 1)), 1),
+        (0, 5, (RowRange(0, 0, 5),), 0),
+        (2, 3, (RowRange(2, 0, 3),), 0),
+        (2, 4, (RowRange(2, 0, 3), RowRange(0, 3, 1)), 1),
+        (0, 6, (RowRange(1, 1, 4), RowRange(0, 5, 1)), 1),
+        (0, 10, (RowRange(0, 5, 5),), 0),
+        (3, 7, (RowRange(0, 2, 5),), 0),
+        (3, 13, (RowRange(1, 8, 4), RowRange(0, 12, 1)), 1),
     ],
 )
-def test_runs_across_the_end(cursor: int, count: int, runs: tuple[Run, ...], after: int) -> None:
+def test_runs_across_the_end(cursor: int, count: int, runs: tuple[RowRange, ...], after: int) -> None:
     writer = RoundRobinWriter()
     if cursor:
         write(writer, cursor, 5)
@@ -96,7 +96,7 @@ def test_clear_starts_over_but_goes_on_counting() -> None:
     write(writer, 7, 5)
     writer.clear()
     assert (writer.cursor, writer.size, writer.write_count) == (0, 0, 7)
-    assert write(writer, 2, 5).runs == (Run(0, 0, 2),)
+    assert write(writer, 2, 5).runs == (RowRange(0, 0, 2),)
     assert (writer.cursor, writer.size, writer.write_count) == (2, 2, 9)
 
 

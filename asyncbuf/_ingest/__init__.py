@@ -1,0 +1,1 @@
+"""From items to rows."""

@@ -1,0 +1,1 @@
+"""Values as plain data: trees, codecs, and checks of states."""

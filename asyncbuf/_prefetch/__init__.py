@@ -1,0 +1,1 @@
+"""From draws to batches: the queue, gathering, transforms, and the hand-over."""

@@ -1,0 +1,1 @@
+"""Threads, tasks and arguments: what everything else runs on."""

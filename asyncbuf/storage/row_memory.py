@@ -1,0 +1,190 @@
+"""Rows of memory of one structure: made, frozen, and filled from a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from asyncbuf._plain.codec import dtype_name, dtype_named
+from asyncbuf._plain.tree import builder, flat_keys
+from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.storage import layout
+from asyncbuf.storage.leaf import Field, as_bits
+from asyncbuf.storage.recycling import Slot, Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from asyncbuf._plain import tree
+    from asyncbuf.storage.frozen import CopyOnWrite
+
+# Reading a file keeps the interpreter's lock for as long as its tensors are taken out.
+CHUNK_BYTES = 16 * 1024 * 1024
+
+
+class RowMemory:
+    """The memory behind a known structure.
+
+    Args:
+        capacity: number of rows.
+        spec: structure of an item.
+        fields: its leaves, in order.
+        contiguous: whether the fields of a batch have no stride along the batch axis.
+    """
+
+    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...], *, contiguous: bool = False) -> None:
+        self.spec = spec
+        self.fields = fields
+        self.layout = layout.plan(fields)
+        self.blocks = [layout.allocate(capacity, record) for record in self.layout.records]
+        self._opaque = [*map(np.ndarray.view, self.blocks, self.layout.opaque)]
+        self.columns = columns(self.blocks, self.layout)
+        self.row_nbytes = self.layout.nbytes
+        self.slots = Slots(self.layout, contiguous=contiguous)
+        # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
+        self.flat_keys = flat_keys(spec)
+        self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
+        self._carried = [(i, field) for i, field in enumerate(fields) if field.is_carried]
+        self._build = builder(spec)
+
+    def gather(self, indices: np.ndarray[Any, Any]) -> Any:
+        """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
+        count = len(indices)
+        slot = self.slots.take(count)
+        slot.copy(self._opaque, indices)
+        return self._batch(slot, count)
+
+    def gather_in_parts(
+        self, indices: np.ndarray[Any, Any], parts: int
+    ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
+        """As ``gather``, as functions that copy a part of the rows each, and one that makes the tree when all have."""
+        count = len(indices)
+        slot = self.slots.take(count)
+        size = -(-count // parts)
+        places = [slice(start, start + size) for start in range(0, count, size)]
+        copies = [functools.partial(slot.copy, self._opaque, indices[part], part) for part in places]
+        return copies, functools.partial(self._batch, slot, count)
+
+    def _batch(self, slot: Slot, count: int) -> Any:
+        leaves = slot.tensors()
+        self.slots.put(slot, count)
+        for i, field in self._carried:
+            leaves[i] = field.typed(leaves[i])
+        if self.flat_keys is not None:
+            return dict(zip(self.flat_keys, leaves))  # noqa: B905 (they are as many, and to look takes a third more)
+        return self._build(leaves, count)
+
+
+def columns(blocks: Sequence[layout.Records], plan: layout.Layout) -> list[np.ndarray[Any, Any]]:
+    """The rows of each field, ``[rows, *shape]``, as bits: views into the blocks."""
+    return [blocks[place.block][place.name] for place in plan.places]
+
+
+class FrozenRows:
+    """Rows that are kept as they were."""
+
+    def __init__(self, rows: RowMemory, kept: CopyOnWrite, count: int) -> None:
+        self._rows = rows
+        self._kept = kept
+        self.meta = {
+            "rows": count,
+            "structure": spec_to_plain(rows.spec),
+            "fields": [
+                {
+                    "name": name,
+                    "path": field.path,
+                    "dtype": dtype_name(field.dtype),
+                    "shape": list(field.shape),
+                }
+                for name, field in zip(_names(rows.fields), rows.fields, strict=True)
+            ],
+        }
+
+    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
+        pending: list[list[np.ndarray[Any, Any]]] = []
+        size = 0
+        for segment in self._kept.segments():
+            pending.append(segment)
+            size += sum(block.nbytes for block in segment)
+            if size >= CHUNK_BYTES:
+                yield self._columns(pending)
+                pending, size = [], 0
+        if pending:
+            yield self._columns(pending)
+
+    def _columns(self, segments: list[list[np.ndarray[Any, Any]]]) -> dict[str, torch.Tensor]:
+        fields = self._rows.fields
+        lengths = [len(segment[0]) for segment in segments]
+        dense = [np.empty((sum(lengths), *field.shape), field.bits) for field in fields]
+        start = 0
+        for length, segment in zip(lengths, segments, strict=True):
+            # Field by field: numpy keeps the interpreter's lock while it copies whole records.
+            for out, column in zip(dense, columns(segment, self._rows.layout), strict=True):
+                out[start : start + length] = column
+            start += length
+        return {
+            name: field.typed(torch.from_numpy(out))
+            for name, field, out in zip(_names(fields), fields, dense, strict=True)
+        }
+
+
+def _names(fields: Sequence[Field]) -> list[str]:
+    """The paths, made different where two are the same (``{"a/b": ...}`` beside ``{"a": {"b": ...}}``)."""
+    names: list[str] = []
+    for field in fields:
+        name, number = field.path, 2
+        while name in names:
+            name, number = f"{field.path}#{number}", number + 1
+        names.append(name)
+    return names
+
+
+def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
+    """Structure, fields and number of rows out of a description.
+
+    Raises:
+        CheckpointCorruptError: it is none.
+    """
+    try:
+        spec = spec_from_plain(meta["structure"])
+        fields = tuple(
+            Field(
+                str(field["path"]),
+                dtype_named(field["dtype"]),
+                tuple(field["shape"]),
+            )
+            for field in meta["fields"]
+        )
+        count = meta["rows"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"storage: expected a description of rows, found {error!r}") from error
+    sizes = [count, *(length for field in fields for length in field.shape)]
+    if any(type(size) is not int or size < 0 for size in sizes) or [field.path for field in fields] != spec.paths():
+        raise CheckpointCorruptError(f"storage: expected {count!r} rows of {spec}, found {[str(f) for f in fields]}")
+    return spec, fields, count
+
+
+def fill(rows: RowMemory, chunk: dict[str, torch.Tensor], start: int, most: int) -> int:
+    """Copy a chunk into rows from ``start`` on: how many.
+
+    Raises:
+        CheckpointCorruptError: it has other fields, or more than ``most`` rows with those before.
+    """
+    names = _names(rows.fields)
+    if chunk.keys() != set(names):
+        raise CheckpointCorruptError(f"storage: expected the fields {names}, found {sorted(chunk)}")
+    count = chunk[names[0]].shape[0] if chunk[names[0]].ndim else 0
+    for name, field, column in zip(names, rows.fields, rows.columns, strict=True):
+        tensor = chunk[name]
+        if tensor.dtype is not field.dtype or tuple(tensor.shape) != (count, *field.shape) or start + count > most:
+            raise CheckpointCorruptError(
+                f"storage: expected {name} as {field}, up to row {most}, "
+                f"found {tensor.dtype} {list(tensor.shape)} from row {start} on"
+            )
+        column[start : start + count] = as_bits(tensor, name)[0]
+    return count
