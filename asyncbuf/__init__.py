@@ -20,10 +20,11 @@ from asyncbuf.errors import (
     SchemaError,
     WrongLoopError,
 )
-from asyncbuf.rows import RowRange
+from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import ListStorage, Prepared, Storage, TensorStorage
+from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
@@ -41,8 +42,13 @@ __all__ = [
     "CheckpointVersionError",
     "Checkpointer",
     "Container",
+    "Counters",
     "Draw",
+    "GatherJobs",
+    "Limiter",
     "ListStorage",
+    "MinSize",
+    "NotYet",
     "Placement",
     "PrefetchError",
     "Prepared",
@@ -52,12 +58,14 @@ __all__ = [
     "RoundRobinWriter",
     "RowRange",
     "Rows",
+    "Runs",
     "Sampler",
     "SamplerWithoutReplacement",
     "SchemaError",
     "Snapshot",
     "Storage",
     "TensorStorage",
+    "WriteEvent",
     "Writer",
     "WrongLoopError",
     "__version__",

@@ -24,16 +24,26 @@ class Draw(NamedTuple):
         info: what else there is to say of each row, such as weights ``[batch]``.
         epoch: number of the pass that the rows belong to; None for a sampler without passes.
         last: whether the pass ends with these rows.
+        shape: how the batch axis is split, such as ``(slices, time)``: the leaves of the batch, and its indices, then
+            have shape ``[slices, time, *item]``. The product is the number of rows. None for ``[batch, *item]``.
+        lengths: lengths of ragged groups of rows, one after the other: int64 ``[groups]``, whose sum is the number of
+            rows. None if the rows are not grouped.
+        joins: further rows to gather at the same point of the history, such as next observations: int64 indices of any
+            shape by name. ``Sampler.combine`` puts what was gathered together with the batch.
     """
 
     indices: torch.Tensor
     info: Mapping[str, Any] = _NOTHING
     epoch: int | None = None
     last: bool = False
+    shape: tuple[int, ...] | None = None
+    lengths: torch.Tensor | None = None
+    joins: Mapping[str, torch.Tensor] = _NOTHING
 
     def __reduce__(self) -> tuple[type[Draw], tuple[Any, ...]]:
         """Pickle, which a read-only mapping does not."""
-        return Draw, (self.indices, dict(self.info), self.epoch, self.last)
+        rest = (self.shape, self.lengths, dict(self.joins))
+        return Draw, (self.indices, dict(self.info), self.epoch, self.last, *rest)
 
 
 class Ticket(NamedTuple):
@@ -43,11 +53,14 @@ class Ticket(NamedTuple):
         number: 0 for the first draw of the buffer, then 1, 2, ...
         draw: what the sampler decided.
         seed: seed of the generator that transforms get, 63 bits.
+        write_count: number of items that had been written when it was drawn: a row whose item has a number from this on
+            was replaced since.
     """
 
     number: int
     draw: Draw
     seed: int
+    write_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

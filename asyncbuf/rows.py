@@ -1,8 +1,34 @@
-"""The words that writes and draws share: which rows, and what is in them."""
+"""The words that writers, samplers, limiters and the table share: which rows there are, and what happens to them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class NotYet(NamedTuple):
+    """The answer "not now" of ``may_draw`` and ``may_write``; false in a condition.
+
+    Attributes:
+        reason: what is missing, in words and numbers, for ``why_blocked()``: ``"5 of 8 rows are stored"``.
+    """
+
+    reason: str
+
+    def __bool__(self) -> Literal[False]:
+        """False."""
+        return False
+
+
+Answer = Literal[True] | NotYet
 
 
 @dataclass(slots=True)
@@ -18,3 +44,123 @@ class RowRange:
     row: int
     item: int
     count: int
+
+
+class Placement(NamedTuple):
+    """Where the items of one write go.
+
+    Attributes:
+        offered: number of items that were handed in.
+        runs: rows and items, run by run, in the order of the items; items that are not kept are in none.
+    """
+
+    offered: int
+    runs: tuple[RowRange, ...]
+
+    @property
+    def rows(self) -> Int64Array:
+        """The rows that are written, in the order of the kept items: int64 ``[kept]``."""
+        # By numpy, whose calls for a few rows take half the time of torch's.
+        runs = [np.arange(run.row, run.row + run.count, dtype=np.int64) for run in self.runs]
+        return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
+
+    @property
+    def items(self) -> Int64Array:
+        """Positions of the kept items in what was handed in: int64 ``[kept]``."""
+        runs = [np.arange(run.item, run.item + run.count, dtype=np.int64) for run in self.runs]
+        return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
+
+
+class ValidRows(Protocol):
+    """The valid rows of a table from which rows were removed. Positions are 0 to ``size - 1``, in a fixed order."""
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows at some positions: int64, in the shape of ``positions``."""
+
+    def contains(self, rows: torch.Tensor) -> torch.Tensor:
+        """Which rows are valid: bool, in the shape of ``rows``."""
+
+
+class Rows(NamedTuple):
+    """What there is to draw from, at one point of the history.
+
+    Attributes:
+        size: number of valid rows.
+        capacity: number of rows of the storage.
+        write_count: number of items ever written.
+        valid: which rows are valid, once rows were removed; None while they are 0 to ``size - 1``.
+    """
+
+    size: int
+    capacity: int
+    write_count: int
+    valid: ValidRows | None = None
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows at positions 0 to ``size - 1``: int64, in the shape of ``positions``.
+
+        While nothing was removed, rows and positions are the same.
+        """
+        return positions if self.valid is None else self.valid.at(positions)
+
+    def contains(self, rows: torch.Tensor) -> torch.Tensor:
+        """Which rows are valid: bool, in the shape of ``rows``."""
+        return (rows >= 0) & (rows < self.size) if self.valid is None else self.valid.contains(rows)
+
+
+class WriteEvent:
+    """One write, as ``Sampler.check_write`` and ``Sampler.wrote`` see it. What is not looked at is not computed.
+
+    Args:
+        placement: which items go where.
+        first: item number of the first item that was handed in.
+        table: the table as it is after the write.
+        columns: the leaves that the sampler asked for by ``columns``, of the kept items.
+
+    Attributes:
+        table: the table as it is after the write.
+        columns: arrays ``[kept, ...]`` by leaf path.
+    """
+
+    __slots__ = ("_first", "_placement", "columns", "table")
+
+    def __init__(self, placement: Placement, first: int, table: Rows, columns: Mapping[str, Any]) -> None:
+        self._placement = placement
+        self._first = first
+        self.table = table
+        self.columns = columns
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows that are written, in the order of the kept items: int64 ``[kept]``."""
+        return torch.from_numpy(self._placement.rows)
+
+    @property
+    def items(self) -> torch.Tensor:
+        """Positions of the kept items in what was handed to ``extend``: int64 ``[kept]``."""
+        return torch.from_numpy(self._placement.items)
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """Item numbers of the kept items: int64 ``[kept]``."""
+        return torch.from_numpy(self._first + self._placement.items)
+
+
+class Counters(NamedTuple):
+    """What a limiter decides by.
+
+    Attributes:
+        size: number of valid rows.
+        capacity: number of rows of the storage.
+        write_count: number of items ever written.
+        admitted: number of items that were admitted and are not written yet.
+        drawn: number of tickets ever drawn.
+        drawn_items: number of rows ever drawn, all tickets together.
+    """
+
+    size: int
+    capacity: int
+    write_count: int
+    admitted: int
+    drawn: int
+    drawn_items: int

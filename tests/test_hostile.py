@@ -13,6 +13,7 @@ import torch
 from asyncbuf import (
     BufferClosedError,
     Draw,
+    GatherJobs,
     PrefetchError,
     RandomSampler,
     ReplayBuffer,
@@ -54,18 +55,18 @@ class Moody(TensorStorage):
         self._perhaps("gather")
         return super().gather(indices)
 
-    def gather_in_parts(self, indices: torch.Tensor, parts: int) -> Any:
-        self._perhaps("gather_in_parts")
+    def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
+        self._perhaps("begin_gather")
         if self.left and self.place == "no parts":
             self.left -= 1
-            return [], lambda: None
-        copies, combined = super().gather_in_parts(indices, parts)
+            return GatherJobs([], lambda: None)
+        copies, combined = super().begin_gather(draw, inline=inline, parts=parts)
 
         def last() -> Any:
             self._perhaps("combined")
             return combined()
 
-        return copies, last
+        return GatherJobs(copies, last)
 
     def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         self._perhaps("write")
@@ -87,7 +88,7 @@ async def next_numbers(buffer: ReplayBuffer, count: int) -> tuple[list[int], int
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("large", [False, True], ids=["inline", "threads"])
 @pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("place", ["gather_nbytes", "gather", "gather_in_parts", "combined", "no parts"])
+@pytest.mark.parametrize("place", ["gather_nbytes", "gather", "begin_gather", "combined", "no parts"])
 async def test_a_gather_that_cannot_begin_or_end(
     place: str, kind: type[BaseException], large: bool, depth: int
 ) -> None:

@@ -147,7 +147,8 @@ class Fetcher:
             entry.keep(Partial(0, self.gathered(indices)))
             return
         self.thread_gathers += 1
-        copies, combined = self._storage.gather_in_parts(indices, self.threads.parts(nbytes) if is_urgent else 1)
+        parts = self.threads.parts(nbytes) if is_urgent else 1
+        copies, combined = self._storage.begin_gather(entry.ticket.draw, inline=False, parts=parts)
         done = self.threads.copy_together([functools.partial(self._timed, copy) for copy in copies])
         entry.gathering = True
         self._gate.acquire_read()

@@ -1,6 +1,7 @@
 """Which rows a batch takes."""
 
-from asyncbuf.sampler.base import Rows, Sampler
+from asyncbuf.rows import Rows
+from asyncbuf.sampler.base import Sampler
 from asyncbuf.sampler.random import RandomSampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 

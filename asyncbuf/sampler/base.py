@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncbuf._plain.state import fields
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from asyncbuf.batch import Draw
+    from asyncbuf.rows import Answer, Rows, WriteEvent
 
-
-class Rows(NamedTuple):
-    """What there is to draw from, at one point of the history.
-
-    Attributes:
-        size: number of valid rows; they are 0 to ``size - 1``.
-        capacity: number of rows of the storage.
-        write_count: number of items ever written.
-    """
-
-    size: int
-    capacity: int
-    write_count: int
+_HOOKS = {
+    "may_draw",
+    "check_write",
+    "wrote",
+    "written",
+    "removed",
+    "handed_over",
+    "dropped",
+    "combine",
+}
 
 
 class Sampler(ABC):
@@ -32,7 +32,29 @@ class Sampler(ABC):
 
     The buffer calls every method on its event loop, in the order of the history, so a sampler needs no lock; it should
     be quick, because the loop waits for it. A draw depends on the sampler's state, the rows and the generator only.
+
+    A sampler defines ``draw``, and those of the optional methods that it needs. What it does not define is never
+    called, and costs nothing.
+
+    Attributes:
+        columns: leaf paths of items, such as ``("done",)`` or ``("obs/step",)``, whose values ``check_write`` and
+            ``wrote`` get.
+        trusted: whether draws are used without a look at their indices. Not inherited: a subclass says so itself.
+        hooks: which optional methods the class defines; found out when the class is made.
     """
+
+    columns: ClassVar[tuple[str, ...]] = ()
+    trusted: ClassVar[bool] = False
+    hooks: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Note which optional methods the class defines."""
+        super().__init_subclass__(**kwargs)
+        cls.hooks = frozenset(
+            name for name in _HOOKS if any(name in vars(kind) for kind in cls.__mro__ if kind is not Sampler)
+        )
+        if "trusted" not in vars(cls):
+            cls.trusted = False
 
     @abstractmethod
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
@@ -50,16 +72,66 @@ class Sampler(ABC):
             ValueError: such a batch cannot be drawn from these rows; nothing has changed.
         """
 
+    def may_draw(self, rows: Rows, batch_size: int) -> Answer:
+        """Whether a batch can be drawn now. Consumers wait while it cannot; changes nothing.
+
+        Asked again after each write, removal, priority update and hand-over. After ``finish()``, a consumer that gets
+        ``NotYet`` is told that no more batches will come.
+
+        Returns:
+            True, or ``NotYet`` with the reason in words and numbers.
+        """
+        return True
+
+    def check_write(self, event: WriteEvent) -> None:
+        """Items are about to be written. An error refuses them: nothing has happened then. Must change nothing."""
+
+    def wrote(self, event: WriteEvent) -> None:
+        """Items were written. Must not fail: what it raises ends the background work of the buffer."""
+
     def written(self, indices: torch.Tensor, rows: Rows) -> None:
-        """Rows are about to be overwritten: int64 ``[items]``. An error stops the write.
+        """The short form of ``wrote``, for a sampler that needs no more than the rows: int64 ``[items]``.
+
+        Args:
+            indices: the rows that were written, in the order of the items.
+            rows: what there is to draw from now.
+        """
+
+    def removed(self, indices: torch.Tensor, rows: Rows) -> None:
+        """Rows have left the table: int64 ``[rows]``. Must not fail.
 
         Args:
             indices: the rows.
-            rows: what there is to draw from afterwards.
+            rows: what there is to draw from now.
         """
 
+    def handed_over(self, draw: Draw) -> torch.Tensor | None:
+        """A consumer has got the batch of a draw. Must not fail.
+
+        Returns:
+            Rows of the draw that leave the table now, int64 ``[rows]``; None if all stay. Those that were replaced
+            since the draw are left out.
+        """
+        return None
+
+    def dropped(self, draw: Draw) -> None:
+        """The ticket of a draw was dropped (``skip``, ``flush``, ``empty``): nobody gets its batch. Must not fail."""
+
+    def combine(self, draw: Draw, data: Any, joined: Mapping[str, Any]) -> Any:
+        """Make one tree of a batch and what was joined to it (``Draw.joins``). Runs where transforms run.
+
+        Args:
+            draw: the draw.
+            data: the batch, leaves ``[batch, *item]``, or shaped as ``Draw.shape`` says.
+            joined: a tree for each join, leaves ``[*shape of its indices, *item]``.
+
+        Returns:
+            What the transforms get.
+        """
+        return {**data, **joined}
+
     def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
-        """Rows got new priorities: int64 ``[n]`` and float ``[n]``. Samplers without priorities have nothing to do."""
+        """Rows got new priorities: int64 ``[n]`` and float ``[n]``. Those that were replaced are left out already."""
 
     def clear(self) -> None:
         """Every row is invalid now."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from asyncbuf.batch import Draw
-from asyncbuf.sampler.base import Rows, Sampler
+from asyncbuf.sampler.base import Sampler
+
+if TYPE_CHECKING:
+    from asyncbuf.rows import Rows
 
 
 class RandomSampler(Sampler):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from asyncbuf._plain.state import fields, same
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.sampler.base import Rows, Sampler
+from asyncbuf.sampler.base import Sampler
 from asyncbuf.sampler.permutation import Permutation
+
+if TYPE_CHECKING:
+    from asyncbuf.rows import Rows
 
 
 class SamplerWithoutReplacement(Sampler):

@@ -1,6 +1,6 @@
 """Where items live."""
 
-from asyncbuf.storage.base import Prepared, Storage
+from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 from asyncbuf.storage.list import ListStorage
 from asyncbuf.storage.tensor import TensorStorage
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from asyncbuf._plain.codec import decode, encode
 from asyncbuf._runtime.arguments import count
-from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.errors import CheckpointCorruptError, SchemaError
 from asyncbuf.storage.frozen import Frozen, InMemoryRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    import numpy as np
     import torch
 
+    from asyncbuf.batch import Draw
     from asyncbuf.rows import RowRange
 
 
@@ -36,12 +39,36 @@ class Prepared:
     basis: Any = None
 
 
+class Runs(enum.Enum):
+    """Where a storage gathers rows."""
+
+    ANYWHERE = "on the event loop or in a thread, whichever is faster"
+    LOOP = "on the event loop"
+    THREAD = "in a thread"
+    AWAIT = "asynchronously: begin_gather returns an awaitable"
+
+
+class GatherJobs(NamedTuple):
+    """A gather that threads do.
+
+    Attributes:
+        jobs: functions, to be called each once, in any thread and beside each other; at least one.
+        combine: called on the event loop when all have ended well; returns what ``gather`` would.
+    """
+
+    jobs: Sequence[Callable[[], object]]
+    combine: Callable[[], Any]
+
+
 class Storage(ABC):
     """Where items live. Knows rows and nothing of the order in which they are written or read.
 
     The buffer calls every method on its event loop, except ``write`` and ``gather``, which it moves to a thread when
-    ``Prepared.nbytes`` or ``gather_nbytes`` say that they are large (with ``gather_in_parts``, in place of ``gather``).
+    ``Prepared.nbytes`` or ``gather_nbytes`` say that they are large (with ``begin_gather``, in place of ``gather``).
     It never calls ``write`` beside anything else.
+
+    Attributes:
+        runs: where rows are gathered.
 
     Args:
         capacity: number of rows.
@@ -50,6 +77,8 @@ class Storage(ABC):
         TypeError: the capacity is not an int.
         ValueError: the capacity is not positive.
     """
+
+    runs: ClassVar[Runs] = Runs.ANYWHERE
 
     def __init__(self, capacity: int) -> None:
         self._capacity = count(capacity, "capacity", 1)
@@ -94,21 +123,37 @@ class Storage(ABC):
             A tree whose leaves have shape ``[batch, *item]``, or what ``collate`` turns into one.
         """
 
-    def gather_in_parts(
-        self, indices: torch.Tensor, parts: int
-    ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
-        """Collect rows in several threads, for a storage that can; otherwise as ``gather``.
+    def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any | GatherJobs | Awaitable[Any]:
+        """Begin to collect the rows of a draw. Called on the event loop; nothing is written until it has ended.
 
         Args:
-            indices: as in ``gather``.
-            parts: how many threads there are, from 1.
+            draw: its ``indices`` are as in ``gather``; ``lengths`` may tell of ragged groups.
+            inline: whether the buffer would rather have it done at once, on the event loop. A storage that ``runs``
+                somewhere else than ``ANYWHERE`` does it there.
+            parts: how many threads may share the work, from 1.
 
         Returns:
-            At most ``parts`` functions, to be called each once in any thread, and a function that is called on the
-            event loop when all of them have ended well, and returns what ``gather`` would.
+            What ``gather`` returns; or jobs for threads; or an awaitable of what ``gather`` returns.
         """
+        if inline:
+            return self.gather(draw.indices)
         found: list[Any] = []
-        return [lambda: found.append(self.gather(indices))], lambda: found[0]
+        return GatherJobs([lambda: found.append(self.gather(draw.indices))], lambda: found[0])
+
+    def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Leaves of prepared items, for a sampler that asked for them.
+
+        Args:
+            prepared: the items.
+            paths: leaf paths, such as ``obs/step``.
+
+        Returns:
+            Arrays ``[items, ...]`` by path.
+
+        Raises:
+            SchemaError: an item has no such leaf, or one that is no number or tensor.
+        """
+        raise SchemaError(f"{type(self).__name__}: expected columns(), which gives {list(paths)} of items; found none")
 
     def expect(self, batches: int) -> None:
         """Be told how many batches will be in use at once, for a storage that keeps memory for them."""

@@ -11,7 +11,7 @@ import torch
 
 from asyncbuf._plain import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
-from asyncbuf.storage.base import Prepared, Storage
+from asyncbuf.storage.base import GatherJobs, Prepared, Storage
 from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows
 from asyncbuf.storage.leaf import Field, as_bits, fit
 from asyncbuf.storage.row_memory import FrozenRows, RowMemory, fill, parsed
@@ -19,6 +19,7 @@ from asyncbuf.storage.row_memory import FrozenRows, RowMemory, fill, parsed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from asyncbuf.batch import Draw
     from asyncbuf.rows import RowRange
 
 
@@ -123,13 +124,11 @@ class TensorStorage(Storage):
             raise SchemaError("expected written rows, found an empty storage")
         return self._rows.gather(indices.numpy())
 
-    def gather_in_parts(
-        self, indices: torch.Tensor, parts: int
-    ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
+    def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
         """Let several threads copy into the memory of one batch. A ``gather`` of a subclass is not passed over."""
-        if parts == 1 or self._rows is None or type(self).gather is not TensorStorage.gather:
-            return super().gather_in_parts(indices, parts)
-        return self._rows.gather_in_parts(indices.numpy(), parts)
+        if inline or parts == 1 or self._rows is None or type(self).gather is not TensorStorage.gather:
+            return super().begin_gather(draw, inline=inline, parts=parts)
+        return GatherJobs(*self._rows.gather_in_parts(draw.indices.numpy(), parts))
 
     def gather_nbytes(self, count: int) -> int:
         """Bytes that gathering ``count`` rows moves."""

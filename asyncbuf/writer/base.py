@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import RowRange
+    import torch
 
-
-class Placement(NamedTuple):
-    """Where the items of one write go.
-
-    Attributes:
-        offered: number of items that were handed in.
-        runs: rows and items, run by run, in the order of the items; items that are not kept are in none.
-    """
-
-    offered: int
-    runs: tuple[RowRange, ...]
+    from asyncbuf.rows import Int64Array, Placement
 
 
 class Writer(ABC):
-    """Decides which rows the next items take. Methods are called on the event loop, in the order of the writes."""
+    """Decides which rows the next items take. Methods are called on the event loop, in the order of the writes.
+
+    Attributes:
+        computes_numbers: whether ``numbers`` can tell the item numbers of rows; if not, the table stores them.
+    """
+
+    computes_numbers: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -57,3 +53,10 @@ class Writer(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Every row is invalid now; ``write_count`` goes on."""
+
+    def numbers(self, rows: Int64Array, capacity: int) -> Int64Array:
+        """Item numbers of valid rows, int64 in the shape of ``rows``: only with ``computes_numbers``."""
+        raise TypeError(f"{type(self).__name__}: expected numbers(), because it says computes_numbers; found none")
+
+    def removed(self, rows: torch.Tensor, capacity: int) -> None:
+        """Rows have left the table: int64 ``[rows]``. A writer that can takes them again for the next items."""

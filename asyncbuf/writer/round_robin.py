@@ -6,8 +6,8 @@ from typing import Any
 
 from asyncbuf._plain.state import fields
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import RowRange
-from asyncbuf.writer.base import Placement, Writer
+from asyncbuf.rows import Placement, RowRange
+from asyncbuf.writer.base import Writer
 
 
 class RoundRobinWriter(Writer):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from asyncbuf import PrefetchError, ReplayBuffer, RowRange, TensorStorage
+from asyncbuf import Draw, GatherJobs, PrefetchError, ReplayBuffer, RowRange, TensorStorage
 from asyncbuf._runtime.threads import COPIERS
 
 if TYPE_CHECKING:
@@ -392,7 +392,7 @@ def test_a_gather_of_a_subclass_is_used_for_parts_too() -> None:
 
     storage = Negative(ROWS)
     storage.write(storage.prepare({"x": EVERY}), RUN)
-    copies, combined = storage.gather_in_parts(EVERY[:8], 4)
+    copies, combined = storage.begin_gather(Draw(EVERY[:8]), inline=False, parts=4)
     assert len(copies) == 1
     copies[0]()
     assert combined()["x"].equal(-EVERY[:8])
@@ -403,8 +403,8 @@ async def test_large_batches_are_gathered_by_several_threads_into_the_same_memor
     seen, names = [], set()
 
     class Watched(TensorStorage):
-        def gather_in_parts(self, indices: torch.Tensor, parts: int) -> Any:
-            copies, combined = super().gather_in_parts(indices, parts)
+        def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
+            copies, combined = super().begin_gather(draw, inline=inline, parts=parts)
 
             def watched(part: Callable[[], object]) -> None:
                 names.add(threading.current_thread().name)
@@ -412,7 +412,7 @@ async def test_large_batches_are_gathered_by_several_threads_into_the_same_memor
                 part()
 
             barrier = threading.Barrier(len(copies))
-            return [functools.partial(watched, part) for part in copies], combined
+            return GatherJobs([functools.partial(watched, part) for part in copies], combined)
 
     buffer = ReplayBuffer(Watched(8), batch_size=8, generator=torch.Generator().manual_seed(1))
     numbers = torch.arange(8)
@@ -440,8 +440,8 @@ async def test_a_part_that_fails_fails_the_batch_and_is_tried_again() -> None:
         def gather_nbytes(self, count: int) -> int:
             return 1 << 30
 
-        def gather_in_parts(self, indices: torch.Tensor, parts: int) -> Any:
-            copies, combined = super().gather_in_parts(indices, 3)
+        def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
+            copies, combined = super().begin_gather(draw, inline=inline, parts=3)
 
             def checked(i: int) -> None:
                 copies[i]()
@@ -450,7 +450,7 @@ async def test_a_part_that_fails_fails_the_batch_and_is_tried_again() -> None:
                     raise ValueError("a part")
                 self.ended += 1
 
-            return [functools.partial(checked, i) for i in range(len(copies))], combined
+            return GatherJobs([functools.partial(checked, i) for i in range(len(copies))], combined)
 
     storage = Failing(ROWS)
     buffer = ReplayBuffer(storage, batch_size=6, generator=torch.Generator().manual_seed(1))
