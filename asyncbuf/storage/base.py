@@ -13,7 +13,7 @@ from asyncbuf.errors import CheckpointCorruptError, SchemaError
 from asyncbuf.storage.frozen import Frozen, InMemoryRows
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     import torch
@@ -123,7 +123,7 @@ class Storage(ABC):
             A tree whose leaves have shape ``[batch, *item]``, or what ``collate`` turns into one.
         """
 
-    def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any | GatherJobs | Awaitable[Any]:
+    def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
         """Begin to collect the rows of a draw. Called on the event loop; nothing is written until it has ended.
 
         Args:
@@ -133,7 +133,7 @@ class Storage(ABC):
             parts: how many threads may share the work, from 1.
 
         Returns:
-            What ``gather`` returns; or jobs for threads; or an awaitable of what ``gather`` returns.
+            What ``gather`` returns; or ``GatherJobs`` for threads; or an awaitable of what ``gather`` returns.
         """
         if inline:
             return self.gather(draw.indices)

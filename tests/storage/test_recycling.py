@@ -357,7 +357,7 @@ def test_parts_make_the_same_batch(parts: int, count: int, contiguous: bool) -> 
     storage.write(storage.prepare({"x": EVERY, "half": EVERY.bfloat16(), "large": EVERY[:, None].repeat(1, 600)}), RUN)
     indices = torch.randint(ROWS, (count,))
     for _ in range(3):
-        copies, combined = storage.gather_in_parts(indices, parts)
+        copies, combined = storage.begin_gather(Draw(indices), inline=False, parts=parts)
         assert 1 <= len(copies) <= min(parts, count)
         for part in reversed(copies):
             part()
@@ -375,7 +375,7 @@ def test_memory_that_is_being_copied_into_is_nobody_elses() -> None:
     data = gather(storage)
     taken = addresses(data)
     del data
-    copies, combined = storage.gather_in_parts(EVERY[:32], 2)
+    copies, combined = storage.begin_gather(Draw(EVERY[:32]), inline=False, parts=2)
     write(storage, 2)
     assert addresses(gather(storage)) != taken  # the parts have it, though nothing was copied yet
     for part in copies:
