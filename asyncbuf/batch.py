@@ -99,6 +99,12 @@ class Batch:
         return self.indices.shape[0]
 
 
+def batch_of(data: Any, number: int, draw: Draw, seed: int, write_count: int) -> Batch:
+    """The batch of a ticket: what was made of its rows, with what there is to say of its draw."""
+    indices = draw.indices if draw.shape is None else draw.indices.view(draw.shape)
+    return Batch(data, indices, draw.info or {}, number, draw.epoch, draw.last)
+
+
 def _flatten(batch: Batch) -> tuple[list[Any], tuple[int, int | None, bool]]:
     return [batch.data, batch.indices, dict(batch.info)], (batch.number, batch.epoch, batch.last)
 

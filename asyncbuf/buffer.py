@@ -15,12 +15,13 @@ from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
 from asyncbuf._prefetch.pipeline import Pipeline
 from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count, expect
-from asyncbuf._runtime.threads import finish
+from asyncbuf._runtime.lifecycle import Lifecycle, State
+from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
 from asyncbuf.checkpoint.snapshot import Config
 from asyncbuf.checkpoint.snapshotter import Snapshotter
-from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
+from asyncbuf.errors import BufferClosedError
 from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import Prepared, Storage
@@ -119,10 +120,15 @@ class ReplayBuffer(Snapshotter):
             device=device,
             pin_memory=pin_memory,
         )
+        self._chain = chain
+        self._life = Lifecycle()
+        self._threads = Threads(self._workers)
         self._pipeline = Pipeline(
             self._table,
             chain,
             self._gate,
+            self._threads,
+            self._life,
             batch_size=self._batch_size,
             prefetch=self._prefetch,
             workers=self._workers,
@@ -142,8 +148,6 @@ class ReplayBuffer(Snapshotter):
             "pin_memory": pin_memory,
         }
         self._frozen_by: asyncio.Task[Any] | None = None
-        self._state = "new"
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -154,12 +158,8 @@ class ReplayBuffer(Snapshotter):
         Raises:
             AsyncBufError: it is open already, or is still being closed.
         """
-        if self._state == "closing" and self._pipeline.is_closed:
-            self._state = "closed"  # nobody waited for the end
-        if self._state not in ("new", "closed"):
-            raise AsyncBufError(f"open: expected a buffer that is not open, found one that is {self._state}")
-        self._state = "open"
-        self._loop = asyncio.get_running_loop()
+        self._recover()
+        self._life.opened()
         try:
             await self._pipeline.open()
         except BaseException:
@@ -178,16 +178,13 @@ class ReplayBuffer(Snapshotter):
         Raises:
             TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
         """
-        if self._state in ("new", "closed"):
+        self._recover()
+        if self._life.is_idle:
             return
-        if not (self._pipeline.is_closed and self._loop is not None and self._loop.is_closed()):
-            self._check_loop()
-        self._state = "closing"
+        self._life.check_loop()
         self._pipeline.begin_close()
         if not await self._pipeline.closed(timeout):
             raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
-        if self._state == "closing":  # else another task has closed, and perhaps opened, it meanwhile
-            self._state = "closed"
 
     async def __aenter__(self) -> Self:
         """Open."""
@@ -201,24 +198,22 @@ class ReplayBuffer(Snapshotter):
 
     def __del__(self) -> None:
         """Complain about a buffer that was dropped while it was open, and end its background work."""
-        if getattr(self, "_state", "new") != "open" or self._loop is None or self._loop.is_closed():
+        life: Lifecycle | None = getattr(self, "_life", None)
+        if life is None or life.state is not State.OPEN or life.loop is None or life.loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._pipeline.begin_close)
+        life.loop.call_soon_threadsafe(self._pipeline.begin_close)
         warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
 
-    def _check_loop(self) -> None:
-        running = asyncio._get_running_loop()
-        if self._loop not in (None, running) and self._state not in ("new", "closed"):
-            found = "no running event loop" if running is None else f"{running!r}"
-            raise WrongLoopError(
-                f"expected the event loop that opened the buffer, {self._loop!r}; found {found} "
-                "(asyncio.run_coroutine_threadsafe reaches it from another thread)"
-            )
+    def _recover(self) -> None:
+        """Close a buffer whose event loop was closed under it."""
+        if self._life.is_orphaned:
+            self._pipeline.abandon()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
-        if self._loop is not asyncio._get_running_loop():
-            self._check_loop()
+        if self._life.loop is not asyncio._get_running_loop():
+            self._recover()
+            self._life.check_loop()
         if self._frozen_by is not None and not within_frozen:
             self._check_not_frozen()
         return _one_turn()
@@ -273,7 +268,7 @@ class ReplayBuffer(Snapshotter):
     async def _write_in_thread(
         self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any
     ) -> torch.Tensor:
-        threads = self._pipeline.fetcher.threads
+        threads = self._threads
         async with self._gate.turn(exclusive=True):
             prepared = self._confirmed(prepared, prepare, items)
             placement = self._table.place(prepared)
@@ -281,7 +276,7 @@ class ReplayBuffer(Snapshotter):
             cancelled = await finish(copied)
             copied.result()
             rows = self._commit(placement)
-        if self._state in ("new", "closed"):
+        if self._life.is_idle:
             threads.abandon()  # nobody would end them later
         try:
             if cancelled is not None:
@@ -297,12 +292,12 @@ class ReplayBuffer(Snapshotter):
 
     def _commit(self, placement: Placement) -> torch.Tensor:
         rows = self._table.commit(placement)
-        self._pipeline.written()
+        self._pipeline.table_changed()
         return rows
 
     def _check_writable(self) -> None:
-        if self._state != "new" and (error := self._pipeline.unusable) is not None:
-            raise error
+        if self._life.reason is not None and self._life.state is not State.NEW:
+            raise self._life.reason()
         if self._pipeline.finished:
             raise BufferClosedError("finish() was called: the buffer takes no more items")
 
@@ -355,24 +350,24 @@ class ReplayBuffer(Snapshotter):
             WrongLoopError: the buffer belongs to another event loop.
         """
         await self._turn()
-        line = self._pipeline.main_line
-        if line is None or batch_size is not None:
-            line = self._line(batch_size)
-        batch = self._pipeline.take_now(line)
+        queue = self._pipeline.main_queue
+        if queue is None or batch_size is not None:
+            queue = self._queue(batch_size)
+        batch = self._pipeline.take_now(queue)
         if batch is None:
-            batch = await self._pipeline.take(line)
+            batch = await self._pipeline.take(queue)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
 
-    def _line(self, batch_size: int | None) -> TicketQueue:
+    def _queue(self, batch_size: int | None) -> TicketQueue:
         if batch_size is not None:
             batch_size = count(batch_size, "batch_size", 1)
             self._sampler.check(self.capacity, batch_size)
-        elif self._pipeline.main_line is None:
+        elif self._pipeline.main_queue is None:
             raise ValueError("batch_size: expected one, because the buffer was made without; found None")
         else:
-            return self._pipeline.main_line
-        return self._pipeline.line(batch_size)
+            return self._pipeline.main_queue
+        return self._pipeline.queue(batch_size)
 
     def __aiter__(self) -> BatchStream:
         """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
@@ -393,14 +388,14 @@ class ReplayBuffer(Snapshotter):
     async def next_of(self, stream: BatchStream) -> Batch | None:
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
         await self._turn()
-        line = self._line(None)
-        batch = self._pipeline.take_now(line, stream.within)
-        return batch if batch is not None else await self._pipeline.take(line, stream.within)
+        queue = self._queue(None)
+        batch = self._pipeline.take_now(queue, stream.within)
+        return batch if batch is not None else await self._pipeline.take(queue, stream.within)
 
     @property
     def was_opened(self) -> bool:
         """Whether the buffer is or was open."""
-        return self._state != "new"
+        return self._life.state is not State.NEW
 
     async def skip(self) -> int | None:
         """Drop the ticket that is first in line, such as one that cannot be made.
@@ -409,7 +404,7 @@ class ReplayBuffer(Snapshotter):
             Its number; None if no ticket is in line.
         """
         await self._turn()
-        return await self._gate.apply(functools.partial(self._pipeline.skip, self._line(None)), exclusive=False)
+        return await self._gate.apply(functools.partial(self._pipeline.skip, self._queue(None)), exclusive=False)
 
     async def flush(self) -> int:
         """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
@@ -449,6 +444,7 @@ class ReplayBuffer(Snapshotter):
     def stats(self) -> BufferStats:
         """Counters, at this moment."""
         pipeline = self._pipeline
+        gather_seconds, inline_gathers, thread_gathers = pipeline.gathers
         return BufferStats(
             size=len(self),
             capacity=self.capacity,
@@ -461,11 +457,11 @@ class ReplayBuffer(Snapshotter):
             waiting_consumers=pipeline.waiting,
             waiting_writers=self._gate.waiting_writers,
             peak_queued=pipeline.peak_queued,
-            gather_seconds=pipeline.fetcher.gather_seconds,
+            gather_seconds=gather_seconds,
             wait_seconds=pipeline.wait_seconds,
             retries=pipeline.retries,
-            inline_gathers=pipeline.fetcher.inline_gathers,
-            thread_gathers=pipeline.fetcher.thread_gathers,
+            inline_gathers=inline_gathers,
+            thread_gathers=thread_gathers,
         )
 
     def why_blocked(self) -> str:
@@ -484,7 +480,7 @@ class ReplayBuffer(Snapshotter):
     def __repr__(self) -> str:
         """The state in one line."""
         return (
-            f"<ReplayBuffer {self._state} {len(self)}/{self.capacity} items, batch_size={self._batch_size}, "
+            f"<ReplayBuffer {self._life.state.value} {len(self)}/{self.capacity} items, batch_size={self._batch_size}, "
             f"prefetch={self._prefetch}, workers={self._workers}, {type(self._sampler).__name__}>"
         )
 

@@ -7,6 +7,7 @@ left within the supervisor alone). Whatever ends a worker unexpectedly ends all 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import traceback
 from typing import TYPE_CHECKING, TypeVar
@@ -45,10 +46,11 @@ class Supervisor:
         self._workers = workers
         self._crashed = crashed
         self._closed = closed
-        self._reported = False
+        self._reported = self._is_abandoned = False
         self._stop = asyncio.Event()
         self._started = asyncio.Event()
-        self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor")
+        # In a context of its own: what the workers do must not depend on who opened the buffer.
+        self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor", context=contextvars.Context())
 
     @property
     def stopping(self) -> bool:
@@ -62,6 +64,10 @@ class Supervisor:
     def stop(self) -> None:
         """Let the workers end; returns at once."""
         self._stop.set()
+
+    def abandon(self) -> None:
+        """The event loop was closed: the tasks will never go on."""
+        self._is_abandoned = True
 
     async def stopped(self, seconds: float | None) -> bool:
         """Wait until everything has ended.
@@ -89,9 +95,8 @@ class Supervisor:
                 raise
         finally:
             self._started.set()
-            await self._closed()
-            # The callbacks belong to the pipeline, which holds this object: leave no cycle.
-            del self._work, self._crashed, self._closed
+            if not self._is_abandoned:
+                await self._closed()
 
     def _report(self, error: BaseException) -> None:
         """Tell of the first error at once; other workers may take long to end, if a thread holds them up."""

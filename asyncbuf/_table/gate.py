@@ -64,6 +64,7 @@ class HistoryGate:
         self._readers = 0
         self._writing = False
         self._pumping = False
+        self._given_up = 0
 
     @property
     def readers(self) -> int:
@@ -85,10 +86,21 @@ class HistoryGate:
         """Number of writes that were asked for and have not begun."""
         return sum(turn.exclusive and not turn.given_up for turn in self._queue)
 
-    def submit(self, action: Callable[[], None]) -> None:
-        """Do something as soon as every write asked for before it has taken effect: now, if none is waiting."""
-        self._queue.append(_Turn(exclusive=False, run=action))
+    def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> None:
+        """Run an action after all earlier writes; at once if there are none.
+
+        Args:
+            action: what to do; synchronous and short.
+            exclusive: whether it must wait until no rows are being read, too.
+        """
+        self._queue.append(_Turn(exclusive=exclusive, run=action))
         self._pump()
+
+    def reset(self) -> None:
+        """Forget everybody: the event loop in which they waited was closed."""
+        self._queue.clear()
+        self._readers = self._given_up = 0
+        self._writing = self._pumping = False
 
     def acquire_read(self) -> None:
         """Rows are being read from now on; called within a draw."""
@@ -153,7 +165,8 @@ class HistoryGate:
         try:
             await turn.waiter
         finally:
-            self._forget_given_up()
+            if not turn.came:
+                self._forget_given_up()
         if turn.error is not None:
             error, turn.error = turn.error, None
             try:
@@ -187,10 +200,14 @@ class HistoryGate:
             del failure  # it holds this frame, which must not hold it in turn
 
     def _forget_given_up(self) -> None:
-        """A turn that nobody waits for must hold neither its items nor those behind it."""
-        if any(turn.given_up for turn in self._queue):
-            self._queue = deque(turn for turn in self._queue if not turn.given_up)
+        """A turn that nobody waits for must not hold up those behind it, nor stay in the queue for long."""
+        self._given_up += 1
+        if self._queue and self._queue[0].given_up:
             self._pump()
+        if 2 * self._given_up > len(self._queue):
+            # Seldom enough, so that giving up takes the same time however many turns there are.
+            self._queue = deque(turn for turn in self._queue if not turn.given_up)
+            self._given_up = 0
 
     def refuse(self, error: Callable[[], BaseException]) -> None:
         """Tell every coroutine that waits for its turn that it will not come."""

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from asyncbuf.batch import Draw
+from asyncbuf.rows import NotYet
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 
 if TYPE_CHECKING:
+    from asyncbuf.rows import Answer
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Placement, Writer
 
@@ -53,9 +55,28 @@ class Table:
         self._rows = None
 
     @property
-    def drawable(self) -> bool:
-        """Whether enough items are stored to draw."""
-        return self.rows.size >= self.min_size
+    def write_count(self) -> int:
+        """Number of items ever written."""
+        return self.rows.write_count
+
+    @property
+    def listens_to_hand_over(self) -> bool:
+        """Whether the sampler wants to know which batches consumers got."""
+        return "handed_over" in self.sampler.hooks
+
+    def may_draw(self, batch_size: int) -> Answer:
+        """Whether a batch can be drawn now, or what is missing."""
+        if self.rows.size < self.min_size:
+            return NotYet(f"{self.rows.size} of at least {self.min_size} items are stored")
+        return self.sampler.may_draw(self.rows, batch_size)
+
+    def handed_over(self, draw: Draw, write_count: int) -> None:
+        """A consumer has got the batch of a draw."""
+        self.sampler.handed_over(draw)
+
+    def dropped(self, draw: Draw) -> None:
+        """Nobody gets the batch of a draw."""
+        self.sampler.dropped(draw)
 
     def place(self, prepared: Prepared) -> Placement:
         """Choose the rows for prepared items, and tell the sampler.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from asyncbuf._prefetch.pipeline import Pipeline
+    from asyncbuf._prefetch.transforms import TransformChain
+    from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
 
@@ -31,7 +33,8 @@ class Snapshotter:
     _config: Config
     _generator: torch.Generator
     _arguments: dict[str, Any]
-    _state: str
+    _life: Lifecycle
+    _chain: TransformChain
     _frozen_by: asyncio.Task[Any] | None
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
@@ -69,13 +72,13 @@ class Snapshotter:
             await self._pipeline.settle(deadline)
             async with self._gate.turn(exclusive=True):
                 is_late = deadline is not None and loop.time() >= deadline
-                if is_late or not self._pipeline.fetcher.changes_state:
+                if is_late or not self._pipeline.changes_state:
                     yield
                     return
             # Draws that were asked for before the turn came have given it work.
 
     def _capture(self) -> Callable[[], Snapshot]:
-        return capture(self._table, self._pipeline.chain, self._config, self._pipeline.capture())
+        return capture(self._table, self._chain, self._config, self._pipeline.capture())
 
     @asynccontextmanager
     async def frozen(self, timeout: float | None = None) -> AsyncIterator[Self]:
@@ -113,12 +116,12 @@ class Snapshotter:
         await self._adopt(lambda: self._plan(snapshot, elastic=elastic, moves=False))
 
     def _plan(self, snapshot: Snapshot, *, elastic: bool, moves: bool) -> RestorePlan:
-        return RestorePlan(snapshot, self._table, self._pipeline.chain, self._config, elastic=elastic, moves=moves)
+        return RestorePlan(snapshot, self._table, self._chain, self._config, elastic=elastic, moves=moves)
 
     async def _adopt(self, make_plan: Callable[[], RestorePlan]) -> None:
         async with self._pipeline.holding():
             plan = await in_thread(make_plan)
-            async with self._pipeline.fetcher.resting():
+            async with self._pipeline.resting():
                 await self._gate.apply(functools.partial(self._make_live, plan), exclusive=True)
 
     def _make_live(self, plan: RestorePlan) -> None:
@@ -170,7 +173,7 @@ class Snapshotter:
         Raises:
             TypeError: it is running. ``async with buffer.frozen():`` makes it stand still.
         """
-        if self._state not in ("new", "closed") and self._frozen_by is None:
+        if not self._life.is_idle and self._frozen_by is None:
             raise TypeError(
                 f"pickle: expected a buffer that is not open, or `async with buffer.frozen():` around; found {self!r}"
             )
