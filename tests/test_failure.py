@@ -445,7 +445,7 @@ async def test_failed_calls_of_many_sizes_leave_nothing() -> None:
         for size in range(1, 50):
             with pytest.raises(LookupError):
                 await buffer.sample(size)
-        assert not buffer._pipeline._queues._queues
+        assert not buffer._queues._queues
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])

@@ -6,6 +6,7 @@ import enum
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._prefetch.counts import Counts
 from asyncbuf._prefetch.offload import Offload
 from asyncbuf.batch import Batch, Ticket, batch_of
 from asyncbuf.errors import PrefetchError
@@ -336,9 +337,11 @@ class TicketQueues:
 
     Attributes:
         main: the queue of the buffer's own batch size; None if it has none.
+        counts: what is counted of all of them.
     """
 
     def __init__(self, batch_size: int | None, prefetch: int) -> None:
+        self.counts = Counts()
         self._offloads: dict[int, Offload] = {}
         self._queues: dict[int, TicketQueue] = {}
         self.main: TicketQueue | None = None
@@ -380,6 +383,11 @@ class TicketQueues:
     def queued(self) -> int:
         """How many tickets nobody has taken."""
         return sum([len(queue.entries) for queue in self._queues.values()])
+
+    @property
+    def in_flight(self) -> int:
+        """How many of those are not settled."""
+        return sum(not entry.settled for queue in self._queues.values() for entry in queue.entries)
 
     @property
     def waiting(self) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from asyncbuf._prefetch.pipeline import Pipeline
+    from asyncbuf._prefetch.standstill import Standstill
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
@@ -28,7 +28,7 @@ class Snapshotter:
     """The part of a buffer that can be saved, restored and pickled."""
 
     _table: Table
-    _pipeline: Pipeline
+    _standstill: Standstill
     _gate: HistoryGate
     _config: Config
     _generator: torch.Generator
@@ -58,7 +58,7 @@ class Snapshotter:
         if self._frozen_by is not None and self._frozen_by is asyncio.current_task():
             return await in_thread(self._capture())
         async with asyncio.timeout(timeout):
-            async with self._pipeline.holding():
+            async with self._standstill.holding():
                 async with self._still(None if timeout is None else 0.8 * timeout):
                     complete = self._capture()
                 return await in_thread(complete)  # reads the batches, which nobody gets meanwhile
@@ -69,16 +69,16 @@ class Snapshotter:
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
         while True:
-            await self._pipeline.settle(deadline)
+            await self._standstill.settle(deadline)
             async with self._gate.turn(exclusive=True):
                 is_late = deadline is not None and loop.time() >= deadline
-                if is_late or not self._pipeline.changes_state:
+                if is_late or not self._standstill.changes_state:
                     yield
                     return
             # Draws that were asked for before the turn came have given it work.
 
     def _capture(self) -> Callable[[], Snapshot]:
-        return capture(self._table, self._chain, self._config, self._pipeline.capture())
+        return capture(self._table, self._chain, self._config, self._standstill.capture())
 
     @asynccontextmanager
     async def frozen(self, timeout: float | None = None) -> AsyncIterator[Self]:
@@ -91,7 +91,7 @@ class Snapshotter:
             timeout: seconds to wait for batches that are being prepared, as in ``snapshot``.
         """
         await self._turn()
-        async with self._pipeline.holding(), self._still(timeout):
+        async with self._standstill.holding(), self._still(timeout):
             self._frozen_by = asyncio.current_task()
             try:
                 yield self
@@ -119,14 +119,14 @@ class Snapshotter:
         return RestorePlan(snapshot, self._table, self._chain, self._config, elastic=elastic, moves=moves)
 
     async def _adopt(self, make_plan: Callable[[], RestorePlan]) -> None:
-        async with self._pipeline.holding():
+        async with self._standstill.holding():
             plan = await in_thread(make_plan)
-            async with self._pipeline.resting():
+            async with self._standstill.resting():
                 await self._gate.apply(functools.partial(self._make_live, plan), exclusive=True)
 
     def _make_live(self, plan: RestorePlan) -> None:
         plan.adopt()
-        self._pipeline.restore(plan.tickets)
+        self._standstill.restore(plan.tickets)
 
     async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """``snapshot(timeout).state_dict()``: plain data in memory of its own."""
@@ -181,7 +181,7 @@ class Snapshotter:
             "arguments": self._arguments,
             "device": str(self._generator.device),
             "generator": self._generator.get_state(),
-            "tickets": self._pipeline.capture().cloned(),
+            "tickets": self._standstill.capture().cloned(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Snapshotter:
         generator = torch.Generator(state["device"])
         generator.set_state(state["generator"])
         self.__init__(**state["arguments"], generator=generator)  # type: ignore[misc]
-        self._pipeline.restore(state["tickets"])
+        self._standstill.restore(state["tickets"])
 
     def _check_not_frozen(self) -> None:
         if self._frozen_by is not None and self._frozen_by is asyncio.current_task():
