@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def jitter() -> None:
-    time.sleep(random.choice((0.0, 0.0, 0.0, 0.0002, 0.001)))
 
 
 def moment() -> float:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from asyncbuf import Batch, BufferClosedError, ReplayBuffer, TensorStorage
-from tests.cancellation.helpers import jitter
-from tests.helpers import Crew, Latch, Stop, ThreadedStorage, outcomes, rows, turns, within
+from tests.helpers import Crew, Latch, Stop, ThreadedStorage, jitter, outcomes, rows, turns, wander, within
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -87,7 +85,7 @@ async def test_cancelled_iteration_loses_nothing() -> None:
     async with buffer:
         for _ in range(60):
             tasks = [asyncio.create_task(consume()) for _ in range(2)]
-            await asyncio.sleep(random.choice((0, 0.0005, 0.002)))
+            await wander()
             for task in tasks:
                 task.cancel()
             await outcomes(*tasks)

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from asyncbuf import Batch, PrefetchError, ReplayBuffer, TensorStorage
-from tests.cancellation.helpers import jitter, later
-from tests.helpers import Crew, Stop, outcomes, rows, seeded, turns, within
+from tests.cancellation.helpers import later
+from tests.helpers import Crew, Stop, jitter, outcomes, rows, seeded, turns, within
 
 
 @pytest.mark.parametrize("consumers", [1, 2])

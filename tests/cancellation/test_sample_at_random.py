@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from asyncbuf import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorStorage
-from tests.cancellation.helpers import jitter, later, moment
-from tests.helpers import ThreadedStorage, check_same, fingerprint, rows, seeded, take, turns, within
+from tests.cancellation.helpers import later, moment
+from tests.helpers import ThreadedStorage, check_same, fingerprint, jitter, rows, seeded, take, turns, within
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -94,7 +94,7 @@ async def check_chaos(calls: int, *, consumers: int, depth: int, workers: int, t
         return {**data, "noise": torch.rand(4, generator=generator)}
 
     async def coroutine(data: Any, *, generator: torch.Generator) -> Any:
-        await asyncio.sleep(random.choice((0, 0, 0.0005)))
+        await turns(random.choice((1, 1, 20)))
         if chaos is not None:
             chaos.strike()  # the batch is ready in this very step
         return {**data, "noise": torch.rand(4, generator=generator)}

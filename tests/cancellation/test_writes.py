@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from asyncbuf import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorStorage
-from tests.cancellation.helpers import jitter, later, moment
-from tests.helpers import Crew, DiarySampler, Stop, ThreadedStorage, numbers, outcomes, rows, turns, within
+from tests.cancellation.helpers import later, moment
+from tests.helpers import Crew, DiarySampler, Stop, ThreadedStorage, jitter, numbers, outcomes, rows, turns, within
 
 
 async def check_cancelled_writes(calls: int, threads: bool) -> None:

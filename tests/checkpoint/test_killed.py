@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +70,30 @@ def _in_child(action: Callable[[], Any]) -> int:
     return child
 
 
+# What a save does to files; where it is when it is killed is told by how many of these it has done.
+_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def _kill_amid(root: Path, operations: int) -> None:
+    """Let a process save until it has begun so many operations on files, and kill it wherever it then is."""
+    told, telling = os.pipe()
+
+    def save() -> None:
+        sys.addaudithook(lambda event, _: os.write(telling, b".") if event in _EVENTS else None)
+        asyncio.run(_save_until_killed(root))
+
+    child = _in_child(save)
+    os.close(telling)
+    left = operations
+    while left:
+        begun = os.read(told, left)
+        assert begun, "the process ended by itself"
+        left -= len(begun)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    os.close(told)
+
+
 def main() -> None:
     root, kills = Path(sys.argv[1]), int(sys.argv[2])
     os.fsync = lambda fd: None
@@ -78,10 +101,7 @@ def main() -> None:
     rng = random.Random(int(sys.argv[3]))
     expected = asyncio.run(_weights(kills * 20))
     for _ in range(kills):
-        child = _in_child(lambda: asyncio.run(_save_until_killed(root)))
-        time.sleep(rng.random() * 0.15)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        _kill_amid(root, rng.randrange(1, 150))
         checked = _in_child(lambda: asyncio.run(_check_latest(root, expected)))
         assert os.waitstatus_to_exitcode(os.waitpid(checked, 0)[1]) == 0
 

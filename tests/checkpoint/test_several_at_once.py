@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,13 +21,15 @@ if TYPE_CHECKING:
 
 async def test_saves_from_two_tasks_take_turns(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = 0
+    stops = [Stop() for _ in range(6)]
+    turn = iter(stops)
     commit = CheckpointWriter.commit
 
     def alone(self: CheckpointWriter, state: Any) -> None:
         nonlocal busy
         busy += 1
         assert busy == 1
-        time.sleep(0.002)
+        next(turn)()
         commit(self, state)
         busy -= 1
 
@@ -38,8 +39,14 @@ async def test_saves_from_two_tasks_take_turns(checkpointer: Checkpointer, monke
         await a.extend(items(20, 0))
         await b.extend(items(20, 0))
         # The same buffers under swapped names: frozen in the order of names, they would wait for each other.
-        saves = [checkpointer.save(step, x=(a, b)[step % 2], y=(b, a)[step % 2], n=step) for step in range(6)]
-        paths = await within(asyncio.gather(*saves))
+        saves = asyncio.gather(
+            *(checkpointer.save(step, x=(a, b)[step % 2], y=(b, a)[step % 2], n=step) for step in range(6))
+        )
+        for stop in stops:
+            await stop.come.reached()
+            await turns(50)  # the others get as far as they can
+            stop.go.set()
+        paths = await within(saves)
     assert paths == [checkpointer.path(step) for step in range(6)]
     assert checkpointer.steps() == [3, 4, 5]
     assert (await checkpointer.restore(x=make_buffer(), y=make_buffer())).values == {"n": 5}

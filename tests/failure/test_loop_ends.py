@@ -20,12 +20,25 @@ from asyncbuf import ReplayBuffer, TensorStorage
 async def main(way):
     def transform(data):
         if way == "thread":
-            release.wait(0.3)
+            inside.set()
+            release.wait()
         if way == "exit":
             raise SystemExit(3)
         return data
 
-    release = threading.Event()
+    async def sample():
+        try:
+            await buffer.sample()
+        finally:
+            release.set()
+
+    def interrupt():
+        if buffer.stats().waiting_consumers:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            asyncio.get_running_loop().call_soon(interrupt)
+
+    inside, release = threading.Event(), threading.Event()
     buffer = ReplayBuffer(TensorStorage(100), batch_size=4, prefetch=2, workers=2, transform=transform)
     await buffer.extend({"x": torch.zeros(10)})
     await buffer.open()
@@ -34,7 +47,7 @@ async def main(way):
         await buffer.empty()
     if way == "interrupt":
         await buffer.empty()
-        asyncio.get_running_loop().call_later(0.02, signal.raise_signal, signal.SIGINT)
+        asyncio.get_running_loop().call_soon(interrupt)
         try:
             await buffer.sample()
         finally:
@@ -43,8 +56,9 @@ async def main(way):
         ends = await asyncio.gather(*(buffer.sample() for _ in range(5)), return_exceptions=True)
         print([type(end).__name__ for end in ends], {repr(end.__cause__) for end in ends})
     if way in ("waiting", "thread"):
-        kept.append(asyncio.create_task(buffer.sample()))
-        await asyncio.sleep(0.02)
+        kept.append(asyncio.create_task(sample()))
+        while not (inside.is_set() if way == "thread" else buffer.stats().waiting_consumers):
+            await asyncio.sleep(0)
 
 # A shell lets programs that it starts in the background ignore the signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)

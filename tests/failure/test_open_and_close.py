@@ -288,14 +288,15 @@ async def test_waiting_takes_no_processor_time() -> None:
         waiting = [crew.start(buffer.sample()) for _ in range(3)]
         await stop.come.reached()
         start = time.thread_time()
-        await asyncio.sleep(0.2)
+        done, _ = await asyncio.wait(waiting, timeout=0.1)
+        assert not done
         with pytest.raises(TimeoutError):
-            await buffer.aclose(timeout=0.2)
+            await buffer.aclose(timeout=0.1)
         used = time.thread_time() - start
         stop.go.set()
         await within(buffer.aclose())
         await outcomes(*waiting)
-    assert used < 0.05
+    assert used < 0.025
 
 
 @pytest.mark.parametrize("steps", range(4))
@@ -379,7 +380,7 @@ async def check_storm(seed: int, *, gathers_fail: bool) -> None:
             tasks = [crew.start(choose.choice((write, read, read))()) for _ in range(choose.randrange(1, 7))]
             await turns(choose.randrange(8))
             if choose.random() < 0.3:
-                await asyncio.sleep(0.001)
+                await turns(100)
             if choose.random() < 0.5:
                 for task in choose.sample(tasks, len(tasks) // 2):
                     task.cancel()

@@ -30,7 +30,7 @@ from tests.resume_helpers import (
     take,
     to_tensordict,
 )
-from tests.snapshot.helpers import ITEMS, buffer_with, every_way, filled, in_memory_and_on_disk, queue_of
+from tests.snapshot.helpers import ITEMS, buffer_with, every_way, filled, in_memory_and_on_disk, queue_of, slow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,8 +173,9 @@ class Counting(SamplerWithoutReplacement):
         return super().draw(*arguments)
 
 
-@in_memory_and_on_disk
-async def test_a_restore_deep_in_a_pass_is_no_replay(way: str, tmp_path: Path) -> None:
+async def seconds_to_restore_deep_in_a_pass(way: str, tmp_path: Path) -> list[float]:
+    """What it takes at the beginning of a pass and deep in it, until the first batch has come."""
+
     def make() -> ReplayBuffer:
         sampler = Counting()
         return buffer_with(storage=TensorStorage(10**6), sampler=sampler, batch_size=10_000, prefetch=1)
@@ -194,6 +195,18 @@ async def test_a_restore_deep_in_a_pass_is_no_replay(way: str, tmp_path: Path) -
             assert Counting.draws - draws <= 2
             assert first.number == count
         assert_same_batch(first, await source.sample())
+    return seconds
+
+
+@in_memory_and_on_disk
+async def test_a_restore_deep_in_a_pass_is_no_replay(way: str, tmp_path: Path) -> None:
+    await seconds_to_restore_deep_in_a_pass(way, tmp_path)
+
+
+@slow
+@in_memory_and_on_disk
+async def test_a_restore_deep_in_a_pass_takes_no_longer(way: str, tmp_path: Path) -> None:
+    seconds = await seconds_to_restore_deep_in_a_pass(way, tmp_path)
     assert seconds[1] < 3 * seconds[0] + 0.1
 
 
@@ -282,6 +295,7 @@ async def test_a_failed_stateful_ticket_holds_up_no_snapshot() -> None:
 
 
 @every_way
+@pytest.mark.usefixtures("transforms_in_threads", "last_fifth_is_long")
 async def test_between_two_transforms(way: str, tmp_path: Path) -> None:
     """A ticket whose first transforms are done goes on with the next one."""
     calls: list[int] = []
@@ -304,7 +318,7 @@ async def test_between_two_transforms(way: str, tmp_path: Path) -> None:
         stop = transform.block()
         await source.sample()
         await reached(stop)
-        what = await saved(way, source, tmp_path, timeout=1.0)
+        what = await saved(way, source, tmp_path, timeout=0.1)
         transform.release()
         expected = await take(source, 2)
     calls.clear()
@@ -438,6 +452,7 @@ async def test_a_checkpoint_grows_by_the_depth_at_most() -> None:
         assert (state["prefetch"]["capacity"], state["prefetch"]["waiting"]) == (4, 0)
 
 
+@pytest.mark.usefixtures("transforms_in_threads")
 async def test_consumers_that_wait_are_counted() -> None:
     async with buffer_with(transform=Blocking(), workers=4) as source, Crew() as crew:
         await source.extend(items_of(ITEMS))

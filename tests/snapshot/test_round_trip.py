@@ -32,7 +32,7 @@ from tests.resume_helpers import (
     take,
     tensordict_of,
 )
-from tests.snapshot.helpers import ITEMS, buffer_with, every_way, filled, in_memory_and_on_disk, queue_of
+from tests.snapshot.helpers import ITEMS, buffer_with, every_way, filled, in_memory_and_on_disk, queue_of, slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +57,7 @@ async def test_queue_and_round_trip(way: str, tmp_path: Path) -> None:
 
 
 @every_way
+@pytest.mark.usefixtures("transforms_in_threads", "last_fifth_is_long")
 async def test_capture_while_a_worker_is_blocked(way: str, tmp_path: Path) -> None:
     transform = Blocking()
     source = await filled(transform=transform, workers=2)
@@ -66,7 +67,7 @@ async def test_capture_while_a_worker_is_blocked(way: str, tmp_path: Path) -> No
         stop = transform.block()
         await source.sample()
         await reached(stop)
-        what = await saved(way, source, tmp_path, timeout=1.0)
+        what = await saved(way, source, tmp_path, timeout=0.1)
         assert source.stats().in_flight == 1
         transform.release()
         expected = await take(source, 6)
@@ -76,7 +77,19 @@ async def test_capture_while_a_worker_is_blocked(way: str, tmp_path: Path) -> No
         await check_stream(target, expected)
 
 
+@pytest.mark.usefixtures("transforms_in_threads", "last_fifth_is_long")
+async def test_a_blocked_worker_holds_up_a_snapshot_until_its_tickets_are_saved_bare() -> None:
+    await check_blocked_worker(0.1)
+
+
+@slow
+@pytest.mark.usefixtures("transforms_in_threads")
 async def test_a_blocked_worker_holds_up_a_snapshot_no_longer_than_its_timeout() -> None:
+    assert 0.7 < await check_blocked_worker(1.0) < 1.5
+
+
+async def check_blocked_worker(timeout: float) -> float:
+    """Take a snapshot while a worker is blocked, and go on from it: how long it took."""
     transform = Blocking()
     source = await filled(transform=transform)
     stop = transform.block()
@@ -84,8 +97,8 @@ async def test_a_blocked_worker_holds_up_a_snapshot_no_longer_than_its_timeout()
         asked = crew.start(source.sample())
         await reached(stop)
         start = time.monotonic()
-        snapshot = await source.snapshot(timeout=1.0)
-        assert 0.7 < time.monotonic() - start < 1.5
+        snapshot = await source.snapshot(timeout=timeout)
+        seconds = time.monotonic() - start
         transform.release()
         expected = [await within(asked), *await take(source, 4)]
     target = buffer_with(transform=Blocking(), seed=9)
@@ -93,6 +106,7 @@ async def test_a_blocked_worker_holds_up_a_snapshot_no_longer_than_its_timeout()
     assert target.stats().queued == 3  # one for the consumer that was waiting
     async with target:
         await check_stream(target, expected)
+    return seconds
 
 
 async def test_a_transform_that_hangs_after_it_changed_its_state() -> None:
@@ -148,6 +162,7 @@ async def test_a_gather_that_hangs_ends_a_snapshot_in_time() -> None:
 
 
 @in_memory_and_on_disk
+@pytest.mark.usefixtures("transforms_in_threads")
 async def test_load_while_the_worker_of_the_target_is_blocked(way: str, tmp_path: Path) -> None:
     async with await filled(transform=Blocking()) as source:
         await source.sample()
