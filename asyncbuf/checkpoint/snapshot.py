@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncbuf.storage.frozen import Frozen
 
 VERSION = 1
-_FORMAT = "asyncbuf.checkpoint.snapshot"
+_FORMAT = "asyncbuf.snapshot"
 _SMALL_PARTS = ("writer", "sampler", "transforms", "generator")
 
 
