@@ -19,7 +19,8 @@ from asyncbuf._runtime.lifecycle import Lifecycle, State
 from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
-from asyncbuf.checkpoint.snapshot import Config
+from asyncbuf.checkpoint.buffer_state import BufferState, Config
+from asyncbuf.checkpoint.methods import SnapshotMethods
 from asyncbuf.checkpoint.snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.sampler import RandomSampler, Sampler
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Transform = Callable[..., Any]
 
 
-class ReplayBuffer(Snapshotter):
+class ReplayBuffer(SnapshotMethods):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -120,7 +121,6 @@ class ReplayBuffer(Snapshotter):
             device=device,
             pin_memory=pin_memory,
         )
-        self._chain = chain
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
         self._pipeline = Pipeline(
@@ -133,7 +133,8 @@ class ReplayBuffer(Snapshotter):
             prefetch=self._prefetch,
             workers=self._workers,
         )
-        self._config = Config(self._batch_size, self._prefetch)
+        state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
+        self._snapshots = Snapshotter(state, self._pipeline, self._gate)
         self._arguments = {
             "storage": storage,
             "sampler": self._sampler,
@@ -147,7 +148,6 @@ class ReplayBuffer(Snapshotter):
             "device": device,
             "pin_memory": pin_memory,
         }
-        self._frozen_by: asyncio.Task[Any] | None = None
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -214,8 +214,8 @@ class ReplayBuffer(Snapshotter):
         if self._life.loop is not asyncio._get_running_loop():
             self._recover()
             self._life.check_loop()
-        if self._frozen_by is not None and not within_frozen:
-            self._check_not_frozen()
+        if self._snapshots.standstill.frozen is not None and not within_frozen:
+            self._snapshots.standstill.refuse_within()
         return _one_turn()
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -466,8 +466,12 @@ class ReplayBuffer(Snapshotter):
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        reasons = self._pipeline.blocked()
-        if writers := self._gate.waiting_writers:
+        standstill = self._snapshots.standstill
+        writers = self._gate.waiting_writers - standstill.queued
+        reasons = standstill.blocked(self._pipeline.waiting, writers)
+        if standstill.held_by is None:
+            reasons += self._pipeline.blocked()
+        if writers and standstill.frozen is None:
             behind = (
                 "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
             )

@@ -11,11 +11,10 @@ import asyncio
 import functools
 import logging
 import time
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncbuf._prefetch.fetch import Fetcher
-from asyncbuf._prefetch.queue import Entry, EpochCursor, Stage, TicketQueue, TicketQueues, Waiter
+from asyncbuf._prefetch.queue import Entry, EpochCursor, Loan, Stage, TicketQueue, TicketQueues, Waiter
 from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, Supervisor, as_failure, detached, logger
@@ -23,13 +22,25 @@ from asyncbuf.batch import Batch, Draw, Ticket, batch_of
 from asyncbuf.errors import BufferClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
+
+
+class Hold(NamedTuple):
+    """What whoever holds up the hand-over gives back.
+
+    Attributes:
+        loop: the event loop that the lock belongs to.
+        lock: the lock.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    lock: asyncio.Lock
 
 
 class Pipeline:
@@ -71,7 +82,7 @@ class Pipeline:
         self._fetcher = Fetcher(table.storage, chain, gate, self._queues, threads, lifecycle)
         self._switch = _Switch(lifecycle, self._queues, self._fetcher, (gate.refuse, *refuse))
         self._supervisor: Supervisor | None = None
-        self._hand_over_lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._hand_over_lock: Hold | None = None
         self._holding = False
         self._may_be_made_at_once = not chain.steps and not table.listens_to_hand_over
         self.finished = False
@@ -106,6 +117,7 @@ class Pipeline:
             self._supervisor.abandon()
         self._supervisor = None
         self._holding = False
+        self._hand_over_lock = None
         self._gate.reset()
         self._queues.abandon()
         self._fetcher.abandon()
@@ -398,47 +410,54 @@ class Pipeline:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def holding(self) -> AsyncIterator[None]:
-        """Hand nothing over meanwhile. Consumers may still ask, and the tickets that they call for are drawn."""
+    async def hold(self) -> Hold:
+        """Hand nothing over until ``release``. Consumers may still ask, and the tickets that they call for are drawn.
+
+        One holds at a time; others wait, first come, first served.
+        """
         loop = asyncio.get_running_loop()
-        if self._hand_over_lock is None or self._hand_over_lock[0] is not loop:
+        if self._hand_over_lock is None or self._hand_over_lock.loop is not loop:
             # A lock belongs to one loop, a buffer that is not open to none.
-            self._hand_over_lock = (loop, asyncio.Lock())
-        async with self._hand_over_lock[1]:
-            self._holding = True
-            try:
-                yield
-            finally:
-                self._holding = False
-                self._queues.notify(is_stuck=self._fetcher.stuck is not None)
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether a ticket that is wanted is still being made, or a stateful transform is at work."""
-        return (self.in_flight > 0 and self._fetcher.stuck is None) or self._fetcher.changes_state
-
-    @property
-    def changes_state(self) -> bool:
-        """Whether a stateful transform is at work, on a ticket that is wanted or on one that was dropped."""
-        return self._fetcher.changes_state
+            self._hand_over_lock = Hold(loop, asyncio.Lock())
+        hold = self._hand_over_lock
+        await hold.lock.acquire()
+        self._holding = True
+        return hold
 
     async def settle(self, deadline: float | None) -> None:
-        """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work.
+        """Come to rest: wait until every ticket is a batch or has failed, and no stateful transform is at work.
+
+        When the time is over, only for the stateful transform that is at work. None is begun until ``release``.
 
         Args:
             deadline: by the clock of the event loop; None if there is all the time.
         """
         loop = asyncio.get_running_loop()
-        while self._life.reason is None and self.is_at_work:
-            if not await self._fetcher.step(None if deadline is None else max(0.0, deadline - loop.time())):
-                return
+        while self._life.reason is None and self.in_flight and self._fetcher.stuck is None:
+            left = None if deadline is None else deadline - loop.time()
+            if (left is not None and left <= 0) or not await self._fetcher.step(left):
+                break
+        await self._fetcher.rest()
 
-    @asynccontextmanager
-    async def resting(self) -> AsyncIterator[None]:
-        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
-        async with self._fetcher.resting():
-            yield
+    def release(self, hold: Hold) -> None:
+        """End a hold: hand over again, and go on with stateful transforms."""
+        if self._hand_over_lock is not hold:
+            return  # its event loop was closed, and another one took over
+        self._holding = False
+        self._fetcher.end_rest()
+        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
+        if hold.loop.is_closed():
+            self._hand_over_lock = None
+        else:
+            hold.lock.release()
+
+    def waits_for(self) -> str:
+        """In words, what a standstill waits for."""
+        unsettled = [entry for entry in self._queues.entries if not entry.settled]
+        if not unsettled:
+            return "a stateful transform that is at work"  # on a ticket that was dropped
+        also = " (a stateful transform is at work)" if self._fetcher.changes_state else ""
+        return f"batch {unsettled[0].ticket.number}: {unsettled[0].stage.value}{also}"
 
     def capture(self) -> Tickets:
         """The tickets that nobody has taken, in order, each as far as it is.
@@ -447,7 +466,7 @@ class Pipeline:
             TimeoutError: a stateful transform is at work, so that its state is neither that before nor that after.
         """
         if self._fetcher.changes_state:
-            raise TimeoutError("snapshot: expected stateful transforms to have ended in time, found one at work")
+            raise TimeoutError("snapshot: expected stateful transforms to have ended, found one at work")
         main = self.main_queue
         return Tickets(
             self._number,
@@ -458,7 +477,23 @@ class Pipeline:
                 for queue in self._queues
                 for entry in queue.entries
             ],
+            self.delivered,
+            self.dropped,
         )
+
+    def lend(self) -> Loan:
+        """Withhold every batch that was just captured from consumers, until it is copied."""
+        return self._queues.lend()
+
+    def give_back(self, loan: Loan, count: int | None = None) -> None:
+        """The next tickets of a loan are copied.
+
+        Args:
+            loan: what ``lend`` returned.
+            count: how many; None for all that are left.
+        """
+        loan.give_back(count)
+        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
 
     def restore(self, tickets: Tickets) -> None:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
@@ -466,8 +501,7 @@ class Pipeline:
             queue.drop(spoken_for=True)
         self._fetcher.forget()
         self._number = tickets.number
-        self.dropped = 0
-        self.delivered = tickets.number - len(tickets.queue)
+        self.delivered, self.dropped = tickets.delivered, tickets.dropped
         queues: dict[int, list[Entry]] = {}
         device_step = len(self._chain.steps) - 1 if self._chain.delivers else None
         for saved in tickets.queue:
