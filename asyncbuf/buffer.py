@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
-from asyncbuf._prefetch.pipeline import Pipeline
+from asyncbuf._prefetch.prefetch import Prefetch
+from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count, expect
 from asyncbuf._runtime.lifecycle import Lifecycle, State
@@ -123,18 +124,25 @@ class ReplayBuffer(SnapshotMethods):
         )
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
-        self._pipeline = Pipeline(
+        prefetching = Prefetch(
             self._table,
             chain,
             self._gate,
             self._threads,
             self._life,
             batch_size=self._batch_size,
-            prefetch=self._prefetch,
+            depth=self._prefetch,
             workers=self._workers,
         )
+        self._queues = prefetching.queues
+        self._drawer = prefetching.drawer
+        self._fetcher = prefetching.fetcher
+        self._pipeline = prefetching.pipeline
+        self._standstill = prefetching.standstill
+        self._background = prefetching.background
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
-        self._snapshots = Snapshotter(state, self._pipeline, self._gate)
+        self._snapshots = Snapshotter(state, self._standstill, self._gate)
+        self._freezer = self._snapshots.freezer
         self._arguments = {
             "storage": storage,
             "sampler": self._sampler,
@@ -161,7 +169,7 @@ class ReplayBuffer(SnapshotMethods):
         self._recover()
         self._life.opened()
         try:
-            await self._pipeline.open()
+            await self._background.open()
         except BaseException:
             await self.aclose()
             raise
@@ -182,8 +190,8 @@ class ReplayBuffer(SnapshotMethods):
         if self._life.is_idle:
             return
         self._life.check_loop()
-        self._pipeline.begin_close()
-        if not await self._pipeline.closed(timeout):
+        self._background.begin_close()
+        if not await self._background.closed(timeout):
             raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
 
     async def __aenter__(self) -> Self:
@@ -201,21 +209,22 @@ class ReplayBuffer(SnapshotMethods):
         life: Lifecycle | None = getattr(self, "_life", None)
         if life is None or life.state is not State.OPEN or life.loop is None or life.loop.is_closed():
             return
-        life.loop.call_soon_threadsafe(self._pipeline.begin_close)
+        life.loop.call_soon_threadsafe(self._background.begin_close)
         warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
 
     def _recover(self) -> None:
         """Close a buffer whose event loop was closed under it."""
         if self._life.is_orphaned:
-            self._pipeline.abandon()
+            self._background.abandon()
+        self._standstill.abandon()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
         if self._life.loop is not asyncio._get_running_loop():
             self._recover()
             self._life.check_loop()
-        if self._snapshots.standstill.frozen is not None and not within_frozen:
-            self._snapshots.standstill.refuse_within()
+        if self._freezer.frozen is not None and not within_frozen:
+            self._freezer.refuse_within()
         return _one_turn()
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -292,13 +301,13 @@ class ReplayBuffer(SnapshotMethods):
 
     def _commit(self, placement: Placement) -> torch.Tensor:
         rows = self._table.commit(placement)
-        self._pipeline.table_changed()
+        self._drawer.table_changed()
         return rows
 
     def _check_writable(self) -> None:
         if self._life.reason is not None and self._life.state is not State.NEW:
             raise self._life.reason()
-        if self._pipeline.finished:
+        if self._drawer.finished:
             raise BufferClosedError("finish() was called: the buffer takes no more items")
 
     async def finish(self) -> None:
@@ -307,7 +316,7 @@ class ReplayBuffer(SnapshotMethods):
         ``extend`` and ``add`` raise from here on. Batches can be had as long as enough items are stored.
         """
         await self._turn()
-        await self._gate.apply(self._pipeline.finish, exclusive=False)
+        await self._gate.apply(self._drawer.finish, exclusive=False)
 
     async def empty(self) -> None:
         """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
@@ -316,7 +325,7 @@ class ReplayBuffer(SnapshotMethods):
 
     def _clear(self) -> None:
         self._table.clear()
-        self._pipeline.flush()
+        self._drawer.flush()
 
     async def update_priority(self, indices: Any, priority: Any) -> None:
         """Tell the sampler new priorities; samplers without priorities ignore them.
@@ -371,7 +380,7 @@ class ReplayBuffer(SnapshotMethods):
 
     def __aiter__(self) -> BatchStream:
         """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
-        return BatchStream(self, one_pass=False)
+        return BatchStream(functools.partial(self._next, None), is_finite=False)
 
     def epoch(self) -> BatchStream:
         """``async for batch in buffer.epoch()``: what is left of the pass, or the next pass if none has begun.
@@ -383,19 +392,21 @@ class ReplayBuffer(SnapshotMethods):
         """
         if self._sampler.epoch is None:
             raise TypeError(f"epoch: expected a sampler with passes, found {type(self._sampler).__name__}")
-        return BatchStream(self, one_pass=True)
+        return BatchStream(functools.partial(self._next, EpochCursor()), is_finite=True)
 
-    async def next_of(self, stream: BatchStream) -> Batch | None:
-        """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
+    async def _next(self, cursor: EpochCursor | None) -> Batch | None:
+        """The step of a ``BatchStream``: the next batch, or None at its end."""
         await self._turn()
         queue = self._queue(None)
-        batch = self._pipeline.take_now(queue, stream.within)
-        return batch if batch is not None else await self._pipeline.take(queue, stream.within)
-
-    @property
-    def was_opened(self) -> bool:
-        """Whether the buffer is or was open."""
-        return self._life.state is not State.NEW
+        batch = self._pipeline.take_now(queue, cursor)
+        if batch is not None:
+            return batch
+        try:
+            return await self._pipeline.take(queue, cursor)
+        except BufferClosedError:
+            if self._life.state is State.NEW:
+                raise
+            return None
 
     async def skip(self) -> int | None:
         """Drop the ticket that is first in line, such as one that cannot be made.
@@ -404,7 +415,7 @@ class ReplayBuffer(SnapshotMethods):
             Its number; None if no ticket is in line.
         """
         await self._turn()
-        return await self._gate.apply(functools.partial(self._pipeline.skip, self._queue(None)), exclusive=False)
+        return await self._gate.apply(functools.partial(self._drawer.skip, self._queue(None)), exclusive=False)
 
     async def flush(self) -> int:
         """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
@@ -413,7 +424,7 @@ class ReplayBuffer(SnapshotMethods):
             How many were dropped.
         """
         await self._turn()
-        return await self._gate.apply(self._pipeline.flush, exclusive=False)
+        return await self._gate.apply(self._drawer.flush, exclusive=False)
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
@@ -443,35 +454,34 @@ class ReplayBuffer(SnapshotMethods):
 
     def stats(self) -> BufferStats:
         """Counters, at this moment."""
-        pipeline = self._pipeline
-        gather_seconds, inline_gathers, thread_gathers = pipeline.gathers
+        queues, fetcher, counts = self._queues, self._fetcher, self._queues.counts
         return BufferStats(
             size=len(self),
             capacity=self.capacity,
             write_count=self.write_count,
-            drawn=pipeline.drawn,
-            delivered=pipeline.delivered,
-            dropped=pipeline.dropped,
-            queued=pipeline.queued,
-            in_flight=pipeline.in_flight,
-            waiting_consumers=pipeline.waiting,
+            drawn=counts.drawn,
+            delivered=counts.delivered,
+            dropped=counts.dropped,
+            queued=queues.queued,
+            in_flight=queues.in_flight,
+            waiting_consumers=queues.waiting,
             waiting_writers=self._gate.waiting_writers,
-            peak_queued=pipeline.peak_queued,
-            gather_seconds=gather_seconds,
-            wait_seconds=pipeline.wait_seconds,
-            retries=pipeline.retries,
-            inline_gathers=inline_gathers,
-            thread_gathers=thread_gathers,
+            peak_queued=counts.peak_queued,
+            gather_seconds=fetcher.gather_seconds,
+            wait_seconds=counts.wait_seconds,
+            retries=counts.retries,
+            inline_gathers=fetcher.inline_gathers,
+            thread_gathers=fetcher.thread_gathers,
         )
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        standstill = self._snapshots.standstill
-        writers = self._gate.waiting_writers - standstill.queued
-        reasons = standstill.blocked(self._pipeline.waiting, writers)
-        if standstill.held_by is None:
+        freezer = self._freezer
+        writers = self._gate.waiting_writers - freezer.queued
+        reasons = freezer.blocked(self._queues.waiting, writers)
+        if freezer.held_by is None:
             reasons += self._pipeline.blocked()
-        if writers and standstill.frozen is None:
+        if writers and freezer.frozen is None:
             behind = (
                 "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
             )

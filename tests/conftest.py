@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers import TransformClock
+
 try:
     import uvloop
 except ImportError:
@@ -101,6 +103,20 @@ async def _task_guard(request: pytest.FixtureRequest) -> AsyncIterator[None]:
         await asyncio.sleep(0)
     if leaked := asyncio.all_tasks() - allowed:
         pytest.fail(f"tasks leaked:\n{_stacks(leaked)}", pytrace=False)
+
+
+@pytest.fixture
+def transform_clock(monkeypatch: pytest.MonkeyPatch) -> TransformClock:
+    """Transforms take no time, except what a test adds to this clock."""
+    clock = TransformClock()
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", clock)
+    return clock
+
+
+@pytest.fixture
+def transforms_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sync transform is ever so quick that it leaves its thread."""
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.INLINE_SECONDS", -1.0)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import random
 import threading
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -46,6 +48,19 @@ async def turns(count: int = 10) -> None:
     """Let everything that is ready run, several times over."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def wander() -> None:
+    """Some turns of the loop: few, or so many that threads get somewhere meanwhile, and not from any seed."""
+    await turns(random.choice((0, 1, 2, 10, 100)))
+
+
+def jitter() -> None:
+    """What a call in a thread takes: anything from nothing to a millisecond, and not from any seed.
+
+    The time is the work itself. Nothing waits for it to pass.
+    """
+    time.sleep(random.choice((0.0, 0.0, 0.0, 0.0002, 0.001)))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -141,6 +156,16 @@ class Stop:
 
 def nothing(*_: object) -> None:
     """A hook that does nothing."""
+
+
+class TransformClock:
+    """Time as the chain of transforms measures it, which decides whether they are worth a thread."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
 class ThreadedStorage(TensorStorage):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,12 +22,14 @@ from tests.helpers import (
     Latch,
     Stop,
     ThreadedStorage,
+    jitter,
     numbers,
     outcomes,
     rows,
     seeded,
     turns,
     until,
+    wander,
     within,
     worker_tasks,
 )
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 DEPTHS = [0, 1, 2, 3, 8]
-
-
-def jitter() -> None:
-    time.sleep(random.choice((0.0, 0.0, 0.0005, 0.001)))
 
 
 def slow(data: Any) -> Any:
@@ -361,7 +357,7 @@ async def test_passes_are_whole_whoever_gives_up(depth: int, rounds: int) -> Non
         for _ in range(rounds):
             stream = buffer.epoch()
             tasks = [asyncio.create_task(consume(stream)) for _ in range(3)]
-            await asyncio.sleep(random.choice((0, 0.0005, 0.002, 0.005)))
+            await wander()
             for task in tasks:
                 task.cancel()
             await outcomes(*tasks)

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import random
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from tests.helpers import (
     Stop,
     ThreadedStorage,
     check_same,
+    jitter,
     numbers,
     outcomes,
     rows,
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from asyncbuf import Draw
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {"random": RandomSampler, "passes": SamplerWithoutReplacement}
-
-
-def jitter() -> None:
-    time.sleep(random.choice((0.0, 0.0, 0.0002, 0.001)))
 
 
 # -- against a model --------------------------------------------------------------------------------------------------

@@ -378,10 +378,8 @@ async def test_nothing_is_left_after(scenario: Callable[[Fetcher], Awaitable[Non
     await turns()
     assert not background_tasks()
     # A thread may need a moment to let go of what it did last.
-    for _ in range(100):
-        if not make.left() and not threads_of_buffers():
-            break
-        await asyncio.sleep(0.001)
+    with contextlib.suppress(TimeoutError):
+        await until(lambda: not make.left() and not threads_of_buffers())
     assert not threads_of_buffers()
     assert open_files() <= files
     assert not make.left()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -21,7 +20,18 @@ from asyncbuf import (
     Storage,
     TensorStorage,
 )
-from tests.helpers import ThreadedStorage, WeightedSampler, check_same, fingerprint, rows, seeded, take, turns
+from tests.helpers import (
+    ThreadedStorage,
+    WeightedSampler,
+    check_same,
+    fingerprint,
+    jitter,
+    rows,
+    seeded,
+    take,
+    turns,
+    wander,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -41,15 +51,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-def dawdle() -> float:
-    """How long a call takes: anything from nothing to a millisecond, and not from any seed."""
-    return random.choice((0.0, 0.0, 0.0, 0.0002, 0.001))
-
-
-def jitter() -> None:
-    time.sleep(dawdle())
-
-
 class Latency:
     """Transforms with random noise and, if wanted, random latency."""
 
@@ -63,7 +64,7 @@ class Latency:
 
     async def coroutine(self, data: Any, *, generator: torch.Generator) -> Any:
         if self._slow:
-            await asyncio.sleep(dawdle())
+            await wander()
         return {**data, "async": torch.randn(len(data["number"]), generator=generator)}
 
     def quick(self, data: Any) -> Any:

@@ -6,6 +6,7 @@ import enum
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._prefetch.counts import Counts
 from asyncbuf._prefetch.offload import Offload
 from asyncbuf.batch import Batch, Ticket, batch_of
 from asyncbuf.errors import PrefetchError
@@ -399,9 +400,11 @@ class TicketQueues:
 
     Attributes:
         main: the queue of the buffer's own batch size; None if it has none.
+        counts: what is counted of all of them.
     """
 
     def __init__(self, batch_size: int | None, prefetch: int) -> None:
+        self.counts = Counts()
         self._offloads: dict[int, Offload] = {}
         self._queues: dict[int, TicketQueue] = {}
         self.main: TicketQueue | None = None
@@ -445,6 +448,11 @@ class TicketQueues:
         return sum([len(queue.entries) for queue in self._queues.values()])
 
     @property
+    def in_flight(self) -> int:
+        """How many of those are not settled."""
+        return sum(not entry.settled for queue in self._queues.values() for entry in queue.entries)
+
+    @property
     def waiting(self) -> int:
         """Number of consumers that wait."""
         return sum([len(queue.waiters) for queue in self._queues.values()])
@@ -459,10 +467,6 @@ class TicketQueues:
             if is_stuck and (first := queue.first) is not None:
                 first.notify()
             queue.notify()
-
-    def lend(self) -> Loan:
-        """Lend all tickets to a snapshot."""
-        return Loan(self.entries)
 
     def abandon(self) -> None:
         """Forget the consumers: the event loop in which they waited was closed."""

@@ -89,10 +89,11 @@ class Supervisor:
                 self._started.set()
                 await self._stop.wait()
                 group.cancel_scope.cancel()
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            self._report(type(error)(*error.args))  # not the one that goes on, which collects frames on its way
+            raise
         except BaseException as error:
             self._report(error)
-            if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-                raise
         finally:
             self._started.set()
             if not self._is_abandoned:
@@ -107,23 +108,23 @@ class Supervisor:
     async def _serve(self) -> None:
         try:
             await self._work()
-            ended = RuntimeError("a background task of the buffer ended")
+            ended = "a background task of the buffer ended"
         except asyncio.CancelledError:
             # Where the supervisor is being cancelled too, as when asyncio.run ends, it is the one to tell.
             if self.stopping or self._reported or self._task.cancelling():
                 return  # the task would keep the error, and the error the frames of the work
             # A task group takes a cancelled child for a finished one. Waiting consumers would never hear of it.
-            ended = RuntimeError("a background task of the buffer was cancelled from outside")
+            ended = "a background task of the buffer was cancelled from outside"
         except KeyboardInterrupt as error:
-            self._report(error)
+            self._report(type(error)(*error.args))
             raise
         except BaseException as error:
             # Not raised as it is: an event loop lets SystemExit end the program.
             self._report(error)
-            ended = RuntimeError(f"a background task of the buffer ended: {error!r}")
+            ended = f"a background task of the buffer ended: {error!r}"
         if not self.stopping:
-            self._report(ended)
-            raise ended
+            self._report(RuntimeError(ended))
+            raise RuntimeError(ended)
 
 
 def _first(error: BaseException) -> BaseException:

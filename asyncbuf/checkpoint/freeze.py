@@ -13,7 +13,7 @@ import functools
 import warnings
 import weakref
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from asyncbuf.errors import AsyncBufError, WrongLoopError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from asyncbuf._prefetch.pipeline import Hold, Pipeline
+    from asyncbuf._prefetch.standstill import Hold, Standstill
     from asyncbuf._table.gate import HistoryGate, Turn
     from asyncbuf.checkpoint.snapshot import Snapshot
 
@@ -50,16 +50,25 @@ class _Mark:
 _within: ContextVar[tuple[_Mark, ...]] = ContextVar("asyncbuf_within", default=())
 
 
-class Standing(NamedTuple):
-    """What holds a buffer still.
+class Standing:
+    """A standstill, from the moment when somebody asks for it.
 
     Attributes:
-        hold: of the delivery.
-        turn: in the history.
+        what: who wants it, in words.
+        waits_for: what for, in words, until it has come.
+        is_queued: whether it waits for its turn in the history.
+        hold: of the delivery; None before that is held.
+        turn: in the history; None before that has come.
     """
 
-    hold: Hold
-    turn: Turn
+    __slots__ = ("hold", "is_queued", "turn", "waits_for", "what")
+
+    def __init__(self, what: str, waits_for: Callable[[], str]) -> None:
+        self.what = what
+        self.waits_for = waits_for
+        self.is_queued = False
+        self.hold: Hold | None = None
+        self.turn: Turn | None = None
 
 
 class Freeze:
@@ -191,39 +200,22 @@ class Freeze:
         self._let_go()
 
 
-class _Taking:
-    """A standstill on its way.
-
-    Attributes:
-        what: who wants it, in words.
-        waits_for: what for, in words.
-        is_queued: whether it waits for its turn in the history.
-    """
-
-    def __init__(self, what: str, waits_for: Callable[[], str]) -> None:
-        self.what = what
-        self.waits_for = waits_for
-        self.is_queued = False
-
-
-class Standstill:
+class Freezer:
     """Brings a buffer to rest, and lets it go on.
 
     Args:
-        pipeline: whose delivery is held.
+        standstill: holds the delivery, and lets the tickets settle.
         gate: the history.
 
     Attributes:
-        held_by: who has it, in words; None while the buffer goes on. Consumers wait from then on, writers only from the
-            turn in the history on.
         frozen: the freeze that holds the buffer, which is not kept alive by that; None if there is none.
     """
 
-    def __init__(self, pipeline: Pipeline, gate: HistoryGate) -> None:
-        self._pipeline = pipeline
+    def __init__(self, standstill: Standstill, gate: HistoryGate) -> None:
+        self._standstill = standstill
         self._gate = gate
-        self._taking: list[_Taking] = []
-        self.held_by: str | None = None
+        self._asked: list[Standing] = []
+        self._holder: Standing | None = None
         self.frozen: weakref.ref[Freeze] | None = None
 
     async def take(
@@ -240,47 +232,53 @@ class Standstill:
         Raises:
             TimeoutError: it did not come to rest in time, and goes on as if nobody had asked.
         """
-        taking = _Taking(what, self._holder)
-        self._taking.append(taking)
+        standing = Standing(what, lambda: f"the end of {self.held_by or 'another standstill'}")
+        self._asked.append(standing)
         try:
             async with asyncio.timeout(timeout) as scope:
-                return await self._take(taking, timeout, meanwhile)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise TimeoutError(f"{what}: after {timeout} s it still waits for {taking.waits_for()}") from None
+                await self._take(standing, timeout, meanwhile)
+        except BaseException as error:
+            reason = f"{what}: after {timeout} s it still waits for {standing.waits_for()}"
+            self.let_go(standing)
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise TimeoutError(reason) from None
+            raise
         finally:
-            self._taking.remove(taking)
+            self._asked.remove(standing)
+        return standing
 
     async def _take(
-        self, taking: _Taking, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
-    ) -> Standing:
+        self, standing: Standing, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
+    ) -> None:
         now = asyncio.get_running_loop().time()
-        hold = await self._pipeline.hold()
-        self.held_by = taking.what
-        try:
-            if meanwhile is not None:
-                taking.waits_for = lambda: "what is being read"
-                await meanwhile()
-            taking.waits_for = self._pipeline.waits_for
-            is_done = meanwhile is not None
-            deadline = now if is_done else None if timeout is None else now + _SETTLE_SHARE * timeout
-            await self._pipeline.settle(deadline)
-            taking.waits_for = self._ahead
-            taking.is_queued = True
-            return Standing(hold, await self._gate.enter(exclusive=True))
-        except BaseException:
-            self.held_by = None
-            self._pipeline.release(hold)
-            raise
+        standing.hold = await self._standstill.hold()
+        self._holder = standing
+        deadline = None if timeout is None else now + _SETTLE_SHARE * timeout
+        if meanwhile is not None:
+            standing.waits_for = lambda: "what is being read"
+            await meanwhile()
+            deadline = now
+        standing.waits_for = self._standstill.waits_for
+        await self._standstill.settle(deadline)
+        standing.waits_for = self._ahead
+        standing.is_queued = True
+        standing.turn = await self._gate.enter(exclusive=True)
 
     def let_go(self, standing: Standing) -> None:
-        """End a standstill; to be called once."""
-        self.held_by = self.frozen = None
+        """End a standstill, as far as it has come; to be called once."""
+        if self._holder is standing:
+            self._holder = self.frozen = None
         try:
-            self._gate.leave(standing.turn)
+            if standing.turn is not None:
+                self._gate.leave(standing.turn)
         finally:
-            self._pipeline.release(standing.hold)
+            if standing.hold is not None:
+                self._standstill.release(standing.hold)
+
+    @property
+    def held_by(self) -> str | None:
+        """Who holds up consumers, in words; None while the buffer goes on."""
+        return None if self._holder is None else self._holder.what
 
     def freeze(self, standing: Standing, capture: Callable[[], Awaitable[Snapshot]], hold: float | None) -> Freeze:
         """Hand a standstill over to whoever asked for it; the caller is within.
@@ -318,9 +316,6 @@ class Standstill:
                 "snapshot(), state_dict(), save(), stats(), why_blocked() and pickling work; all else comes after it"
             )
 
-    def _holder(self) -> str:
-        return f"the end of {self.held_by or 'another standstill'}"
-
     def _ahead(self) -> str:
         """What stands before an exclusive turn in the history."""
         if self._gate.writing:
@@ -339,9 +334,9 @@ class Standstill:
             reasons.append(f"{consumers} consumer(s) wait for the end of {self.held_by}")
         if self.frozen is not None and writers:
             reasons.append(f"{writers} writer(s) wait for the end of {self.held_by}")
-        return reasons + [f"{taking.what} waits for {taking.waits_for()}" for taking in self._taking]
+        return reasons + [f"{standing.what} waits for {standing.waits_for()}" for standing in self._asked]
 
     @property
     def queued(self) -> int:
         """How many standstills wait for their turn in the history, as if they were writers."""
-        return sum(taking.is_queued for taking in self._taking)
+        return sum(standing.is_queued for standing in self._asked)

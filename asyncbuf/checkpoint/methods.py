@@ -81,7 +81,7 @@ class SnapshotMethods:
     @property
     def current_freeze(self) -> Freeze | None:
         """The freeze that the caller is within; None outside."""
-        return self._snapshots.standstill.current
+        return self._snapshots.freezer.current
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class SnapshotMethods:
         Raises:
             TypeError: it is running. ``async with buffer.frozen():`` makes it stand still.
         """
-        if not self._life.is_idle and not self._snapshots.standstill.is_frozen:
+        if not self._life.is_idle and not self._snapshots.freezer.is_frozen:
             raise TypeError(
                 f"pickle: expected a buffer that is not open, or `async with buffer.frozen():` around; found {self!r}"
             )

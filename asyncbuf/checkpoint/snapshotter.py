@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint.buffer_state import RestorePlan
-from asyncbuf.checkpoint.freeze import Standstill
+from asyncbuf.checkpoint.freeze import Freezer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncbuf._prefetch.pipeline import Pipeline
     from asyncbuf._prefetch.queue import Loan
+    from asyncbuf._prefetch.standstill import Standstill
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf.checkpoint.buffer_state import BufferState, Complete
     from asyncbuf.checkpoint.freeze import Freeze
@@ -26,14 +26,14 @@ class Restore:
 
     Args:
         plan: reads, checks and decodes the snapshot; called in a thread.
-        standstill: brings the buffer to rest.
-        pipeline: takes the tickets.
+        freezer: brings the buffer to rest.
+        standstill: takes the tickets.
     """
 
-    def __init__(self, plan: Callable[[], RestorePlan], standstill: Standstill, pipeline: Pipeline) -> None:
+    def __init__(self, plan: Callable[[], RestorePlan], freezer: Freezer, standstill: Standstill) -> None:
         self._make_plan = plan
+        self._freezer = freezer
         self._standstill = standstill
-        self._pipeline = pipeline
         self._plan: RestorePlan | None = None
 
     async def read(self) -> None:
@@ -54,13 +54,13 @@ class Restore:
             CheckpointError: it does not fit, or is damaged.
             AsyncBufError: the caller is within a freeze of the buffer.
         """
-        self._standstill.refuse_within()
-        standing = await self._standstill.take("a restore", None, self.read)
+        self._freezer.refuse_within()
+        standing = await self._freezer.take("a restore", None, self.read)
         assert self._plan is not None
         try:
-            self._pipeline.restore(self._plan.adopt())
+            self._standstill.restore(self._plan.adopt())
         finally:
-            self._standstill.let_go(standing)
+            self._freezer.let_go(standing)
 
 
 class Snapshotter:
@@ -68,17 +68,17 @@ class Snapshotter:
 
     Args:
         state: the parts of the buffer that have state.
-        pipeline: its tickets.
+        standstill: its tickets.
         gate: its history.
 
     Attributes:
-        standstill: what brings the buffer to rest for that.
+        freezer: brings the buffer to rest for that.
     """
 
-    def __init__(self, state: BufferState, pipeline: Pipeline, gate: HistoryGate) -> None:
+    def __init__(self, state: BufferState, standstill: Standstill, gate: HistoryGate) -> None:
         self._state = state
-        self._pipeline = pipeline
-        self.standstill = Standstill(pipeline, gate)
+        self._standstill = standstill
+        self.freezer = Freezer(standstill, gate)
         self._completing: set[asyncio.Task[Snapshot]] = set()
 
     async def freeze(self, what: str, timeout: float | None, hold: float | None = None) -> Freeze:
@@ -91,33 +91,33 @@ class Snapshotter:
         """
         if hold is not None and not hold > 0:
             raise ValueError(f"hold: expected a positive number of seconds, found {hold!r}")
-        standing = await self.standstill.take(what, timeout)
-        return self.standstill.freeze(standing, self._capture, hold)
+        standing = await self.freezer.take(what, timeout)
+        return self.freezer.freeze(standing, self._capture, hold)
 
     async def snapshot(self, timeout: float | None) -> Snapshot:
         """Everything at one point of the history."""
-        if (freeze := self.standstill.current) is not None:
+        if (freeze := self.freezer.current) is not None:
             return await freeze.capture()
-        standing = await self.standstill.take("a snapshot", timeout)
+        standing = await self.freezer.take("a snapshot", timeout)
         try:
             complete, loan = self._captured()
         finally:
-            self.standstill.let_go(standing)
+            self.freezer.let_go(standing)
         return await self._complete(complete, loan)
 
     def _captured(self) -> tuple[Complete, Loan]:
         """A snapshot of this moment that still has to copy its tickets. They are lent for that."""
-        complete = self._state.capture(self._pipeline.capture())
-        return complete, self._pipeline.lend()
+        complete = self._state.capture(self._standstill.capture())
+        return complete, self._standstill.lend()
 
     async def _complete(self, complete: Complete, loan: Loan) -> Snapshot:
         """Let a thread copy the tickets. Each may be handed over as soon as it is copied."""
         loop = asyncio.get_running_loop()
-        copied = functools.partial(loop.call_soon_threadsafe, self._pipeline.give_back, loan, 1)
+        copied = functools.partial(loop.call_soon_threadsafe, self._standstill.give_back, loan, 1)
         try:
             return await in_thread(complete, copied)
         finally:
-            self._pipeline.give_back(loan)
+            self._standstill.give_back(loan)
 
     def _capture(self) -> asyncio.Task[Snapshot]:
         """Take a snapshot in this step, which a task completes."""
@@ -126,7 +126,7 @@ class Snapshotter:
         self._completing.add(task)
         task.add_done_callback(self._completing.discard)
         # A task that is cancelled before its first step gives nothing back.
-        task.add_done_callback(lambda _: self._pipeline.give_back(loan))
+        task.add_done_callback(lambda _: self._standstill.give_back(loan))
         return task
 
     def restore(self, opened: Callable[[], Snapshot], *, elastic: bool, moves: bool = False) -> Restore:
@@ -142,13 +142,13 @@ class Snapshotter:
         def plan() -> RestorePlan:
             return RestorePlan(opened(), state, elastic=elastic, moves=moves)
 
-        return Restore(plan, self.standstill, self._pipeline)
+        return Restore(plan, self.freezer, self._standstill)
 
     def pickled(self) -> dict[str, Any]:
         """What is not in the arguments of the buffer, for ``unpickle``; called while it stands still."""
-        return {"tickets": self._pipeline.capture().cloned(), "fresh": self._state.fresh}
+        return {"tickets": self._standstill.capture().cloned(), "fresh": self._state.fresh}
 
     def unpickle(self, state: dict[str, Any]) -> None:
         """Go on where the pickled buffer was."""
         self._state.fresh = state["fresh"]
-        self._pipeline.restore(state["tickets"])
+        self._standstill.restore(state["tickets"])
