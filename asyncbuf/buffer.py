@@ -20,7 +20,8 @@ from asyncbuf._runtime.lifecycle import Lifecycle, State
 from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
-from asyncbuf.checkpoint.snapshot import Config
+from asyncbuf.checkpoint.buffer_state import BufferState, Config
+from asyncbuf.checkpoint.methods import SnapshotMethods
 from asyncbuf.checkpoint.snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.sampler import RandomSampler, Sampler
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 Transform = Callable[..., Any]
 
 
-class ReplayBuffer(Snapshotter):
+class ReplayBuffer(SnapshotMethods):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -121,7 +122,6 @@ class ReplayBuffer(Snapshotter):
             device=device,
             pin_memory=pin_memory,
         )
-        self._chain = chain
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
         prefetching = Prefetch(
@@ -140,7 +140,9 @@ class ReplayBuffer(Snapshotter):
         self._pipeline = prefetching.pipeline
         self._standstill = prefetching.standstill
         self._background = prefetching.background
-        self._config = Config(self._batch_size, self._prefetch)
+        state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
+        self._snapshots = Snapshotter(state, self._standstill, self._gate)
+        self._freezer = self._snapshots.freezer
         self._arguments = {
             "storage": storage,
             "sampler": self._sampler,
@@ -154,7 +156,6 @@ class ReplayBuffer(Snapshotter):
             "device": device,
             "pin_memory": pin_memory,
         }
-        self._frozen_by: asyncio.Task[Any] | None = None
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -215,14 +216,15 @@ class ReplayBuffer(Snapshotter):
         """Close a buffer whose event loop was closed under it."""
         if self._life.is_orphaned:
             self._background.abandon()
+        self._standstill.abandon()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
         if self._life.loop is not asyncio._get_running_loop():
             self._recover()
             self._life.check_loop()
-        if self._frozen_by is not None and not within_frozen:
-            self._check_not_frozen()
+        if self._freezer.frozen is not None and not within_frozen:
+            self._freezer.refuse_within()
         return _one_turn()
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -474,8 +476,12 @@ class ReplayBuffer(Snapshotter):
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        reasons = self._pipeline.blocked()
-        if writers := self._gate.waiting_writers:
+        freezer = self._freezer
+        writers = self._gate.waiting_writers - freezer.queued
+        reasons = freezer.blocked(self._queues.waiting, writers)
+        if freezer.held_by is None:
+            reasons += self._pipeline.blocked()
+        if writers and freezer.frozen is None:
             behind = (
                 "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
             )

@@ -113,8 +113,9 @@ def difference(found: Any, expected: Any) -> str | None:
     """
     pairs = [("", found, expected)]
     if isinstance(found, Batch) and isinstance(expected, Batch):
-        names = ("number", "epoch", "last", "indices", "info", "data")
+        names = ("number", "epoch", "last", "write_count", "lengths", "indices", "data")
         pairs = [(name, getattr(found, name), getattr(expected, name)) for name in names]
+        pairs.append(("info", dict(found.info), dict(expected.info)))
     for path, one, other in pairs:
         (leaves, spec), (wanted, structure) = (tree.flatten(value, batched=False) for value in (one, other))
         if spec != structure:

@@ -69,7 +69,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = self._root = self._data = Path(path)
+        self._path = self._root = self._data = absolute(path)
         self._files: dict[str, dict[str, Any]] = {}
         self._key = secrets.token_hex(8)
         self._unseen = f"{MANIFEST}.{self._key}"
@@ -216,7 +216,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = absolute(path)
         self._lock = DirectoryLock(self._path)  # a save that replaces the checkpoint leaves these files alone
         body = _read_manifest(self._path)
         self.state: Any = body["state"]
@@ -293,6 +293,11 @@ def _all_ours(path: Path) -> bool:
         return all(map(_is_ours, path.iterdir()))
     except FileNotFoundError:  # removed meanwhile
         return True
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The path as it is meant now, whatever the working directory will be."""
+    return Path(path).absolute()
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -8,7 +8,6 @@ import functools
 import inspect
 import time
 from collections import OrderedDict, deque
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from asyncbuf._runtime.torch_modes import outside_inference
 from asyncbuf.storage.base import GatherJobs, Runs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from concurrent.futures import Future
 
     from asyncbuf._prefetch.offload import Offload
@@ -90,6 +89,7 @@ class Fetcher:
             await asyncio.wait(self._awaited)
         await self._threads.close()
         self._in_order.is_busy = False
+        self.went_on()
 
     def abandon(self) -> None:
         """The event loop was closed in the middle of everything: what was at work there has never been."""
@@ -284,8 +284,8 @@ class Fetcher:
 
     @property
     def changes_state(self) -> bool:
-        """Whether a stateful transform is at work."""
-        return self._in_order.is_busy and self._life.reason is None
+        """Whether a stateful transform is at work: also on a dropped ticket, and in a thread that outlives the rest."""
+        return self._in_order.is_busy
 
     def forget(self) -> None:
         """Nobody wants the tickets that were not transformed yet."""
@@ -357,17 +357,16 @@ class Fetcher:
         done, _ = await asyncio.wait({step}, timeout=seconds)
         return bool(done)
 
-    @asynccontextmanager
-    async def resting(self) -> AsyncIterator[None]:
-        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
+    async def rest(self) -> None:
+        """Begin no stateful transform until ``end_rest``, and wait for the one that is at work."""
         self._resting = True
-        try:
-            while self.changes_state:
-                await self.step()
-            yield
-        finally:
-            self._resting = False
-            self.next_in_order()
+        while self.changes_state:
+            await self.step()
+
+    def end_rest(self) -> None:
+        """Go on with stateful transforms."""
+        self._resting = False
+        self.next_in_order()
 
 
 class _InOrder:
@@ -427,4 +426,4 @@ class _InOrder:
 def _lets_pass(entry: Entry) -> bool:
     """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
     failed = entry.stage is Stage.FAILED and not entry.is_prefetched
-    return failed or entry.dropped or entry.stage is Stage.READY
+    return failed or entry.dropped or entry.is_made

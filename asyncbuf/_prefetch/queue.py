@@ -28,6 +28,7 @@ class Stage(enum.Enum):
     DRAWN = "its rows are being gathered"
     GATHERED = "its transforms have not ended"
     READY = "it is a batch"
+    LENT = "it is a batch, which a snapshot copies first"
     FAILED = "a transform raised"
 
 
@@ -39,6 +40,8 @@ class Entry:
         stage: how far it is.
         progress: where its transforms go on; None until its rows are gathered.
         batch: what a consumer gets, once READY.
+        lent: the same while it is LENT.
+        loans: of snapshots that have not copied yet what there is of it.
         error: why it FAILED.
         reported: whether a consumer was told of the failure.
         gathering: whether a thread is gathering its rows.
@@ -46,13 +49,27 @@ class Entry:
         dropped: whether nobody wants it any more, so that what a thread still makes of it is let go.
     """
 
-    __slots__ = ("batch", "dropped", "error", "gathering", "is_prefetched", "progress", "reported", "stage", "ticket")
+    __slots__ = (
+        "batch",
+        "dropped",
+        "error",
+        "gathering",
+        "is_prefetched",
+        "lent",
+        "loans",
+        "progress",
+        "reported",
+        "stage",
+        "ticket",
+    )
 
     def __init__(self, ticket: Ticket, *, is_prefetched: bool) -> None:
         self.ticket = ticket
         self.stage = Stage.DRAWN
         self.progress: Partial | None = None
         self.batch: Batch | None = None
+        self.lent: Batch | None = None
+        self.loans: tuple[Loan, ...] = ()
         self.error: BaseException | None = None
         self.reported = self.gathering = self.dropped = False
         self.is_prefetched = is_prefetched
@@ -60,7 +77,12 @@ class Entry:
     @property
     def settled(self) -> bool:
         """Whether it is a batch or has failed."""
-        return self.stage is Stage.READY or self.stage is Stage.FAILED
+        return self.is_made or self.stage is Stage.FAILED
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is a batch."""
+        return self.stage is Stage.READY or self.stage is Stage.LENT
 
     def keep(self, progress: Partial) -> None:
         """Its rows are gathered, or a step of its transforms is done."""
@@ -72,6 +94,25 @@ class Entry:
         self.batch = batch_of(data, *self.ticket)
         self.progress = self.error = None
         self.stage = Stage.READY
+        if self.loans:
+            self._withhold()
+
+    def lend(self, loan: Loan) -> None:
+        """A snapshot shares its tensors from now on: nobody gets the batch before they are copied."""
+        self.loans += (loan,)
+        if self.stage is Stage.READY:
+            self._withhold()
+
+    def _withhold(self) -> None:
+        self.lent, self.batch = self.batch, None
+        self.stage = Stage.LENT
+
+    def give_back(self, loan: Loan | None = None) -> None:
+        """A snapshot has copied it, or needs it no more; None for all that share it."""
+        self.loans = () if loan is None else tuple(other for other in self.loans if other is not loan)
+        if not self.loans and self.stage is Stage.LENT:
+            self.batch, self.lent = self.lent, None
+            self.stage = Stage.READY
 
     def fail(self, error: BaseException) -> None:
         """A transform or the gather raised."""
@@ -147,6 +188,28 @@ class Waiter:
         """Let it look again."""
         if self.wake is not None and not self.wake.done():
             self.wake.set_result(None)
+
+
+class Loan:
+    """Tickets whose tensors a snapshot shares until it has copied them.
+
+    Args:
+        entries: the tickets, in the order in which they are copied.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = deque(entries)
+        for entry in entries:
+            entry.lend(self)
+
+    def give_back(self, count: int | None = None) -> None:
+        """The next tickets are copied.
+
+        Args:
+            count: how many; None for all that are left.
+        """
+        for _ in range(len(self._entries) if count is None else min(count, len(self._entries))):
+            self._entries.popleft().give_back(self)
 
 
 Waiters = OrderedDict[Waiter, None]
@@ -408,6 +471,8 @@ class TicketQueues:
     def abandon(self) -> None:
         """Forget the consumers: the event loop in which they waited was closed."""
         for queue in self:
+            for entry in queue.entries:
+                entry.give_back()
             queue.waiters.clear()
             queue.early = 0
             queue.restore(list(queue.entries))

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from asyncbuf._prefetch.queue import Loan
 from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.pipeline import Pipeline
     from asyncbuf._prefetch.queue import Entry, TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
+
+
+class Hold(NamedTuple):
+    """What whoever holds up the hand-over gives back.
+
+    Attributes:
+        loop: the event loop that the lock belongs to.
+        lock: the lock.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    lock: asyncio.Lock
 
 
 class Standstill:
@@ -49,48 +59,62 @@ class Standstill:
         self._gate = gate
         self._life = lifecycle
         self._device_step = device_step
-        self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._lock: Hold | None = None
 
-    @asynccontextmanager
-    async def holding(self) -> AsyncIterator[None]:
-        """Hand nothing over meanwhile. Consumers may still ask, and the tickets that they call for are drawn."""
+    async def hold(self) -> Hold:
+        """Hand nothing over until ``release``. Consumers may still ask, and the tickets that they call for are drawn.
+
+        One holds at a time; others wait, first come, first served.
+        """
         loop = asyncio.get_running_loop()
-        if self._lock is None or self._lock[0] is not loop:
+        if self._lock is None or self._lock.loop is not loop:
             # A lock belongs to one loop, a buffer that is not open to none.
-            self._lock = (loop, asyncio.Lock())
-        async with self._lock[1]:
-            self._pipeline.hold()
-            try:
-                yield
-            finally:
-                self._pipeline.release()
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether a ticket that is wanted is still being made, or a stateful transform is at work."""
-        return (self._queues.in_flight > 0 and self._fetcher.stuck is None) or self._fetcher.changes_state
-
-    @property
-    def changes_state(self) -> bool:
-        """Whether a stateful transform is at work, on a ticket that is wanted or on one that was dropped."""
-        return self._fetcher.changes_state
+            self._lock = Hold(loop, asyncio.Lock())
+        hold = self._lock
+        await hold.lock.acquire()
+        self._pipeline.hold()
+        return hold
 
     async def settle(self, deadline: float | None) -> None:
-        """Wait until every ticket is a batch or has failed, or the time is over. At once while nothing is at work.
+        """Come to rest: wait until every ticket is a batch or has failed, and no stateful transform is at work.
+
+        When the time is over, wait only for the stateful transform that is at work. None begins until ``release``.
 
         Args:
             deadline: by the clock of the event loop; None if there is all the time.
         """
         loop = asyncio.get_running_loop()
-        while self._life.reason is None and self.is_at_work:
-            if not await self._fetcher.step(None if deadline is None else max(0.0, deadline - loop.time())):
-                return
+        while self._life.reason is None and self._queues.in_flight and self._fetcher.stuck is None:
+            left = None if deadline is None else deadline - loop.time()
+            if (left is not None and left <= 0) or not await self._fetcher.step(left):
+                break
+        await self._fetcher.rest()
 
-    @asynccontextmanager
-    async def resting(self) -> AsyncIterator[None]:
-        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
-        async with self._fetcher.resting():
-            yield
+    def release(self, hold: Hold) -> None:
+        """End a hold: hand over again, and go on with stateful transforms."""
+        if self._lock is not hold:
+            return  # its event loop was closed, and another one took over
+        if hold.loop.is_closed():
+            self._lock = None
+        else:
+            hold.lock.release()
+        self._fetcher.end_rest()
+        self._pipeline.release()
+
+    def abandon(self) -> None:
+        """The event loop was closed: whoever held the hand-over there will never release it."""
+        if self._lock is not None and self._lock.loop.is_closed():
+            self._lock = None
+            self._fetcher.end_rest()
+            self._pipeline.release()
+
+    def waits_for(self) -> str:
+        """In words, what ``settle`` waits for."""
+        unsettled = [entry for entry in self._queues.entries if not entry.settled]
+        if not unsettled:
+            return "a stateful transform that is at work"  # on a ticket that was dropped
+        also = " (a stateful transform is at work)" if self._fetcher.changes_state else ""
+        return f"batch {unsettled[0].ticket.number}: {unsettled[0].stage.value}{also}"
 
     def capture(self) -> Tickets:
         """The tickets that nobody has taken, in order, each as far as it is.
@@ -99,10 +123,10 @@ class Standstill:
             TimeoutError: a stateful transform is at work, so that its state is neither that before nor that after.
         """
         if self._fetcher.changes_state:
-            raise TimeoutError("snapshot: expected stateful transforms to have ended in time, found one at work")
-        main = self._queues.main
+            raise TimeoutError("snapshot: expected stateful transforms to have ended, found one at work")
+        main, counts = self._queues.main, self._queues.counts
         return Tickets(
-            self._queues.counts.drawn,
+            counts.drawn,
             0 if main is None else main.depth,
             0 if main is None else max(0, len(main.entries) - main.depth),
             [
@@ -110,7 +134,23 @@ class Standstill:
                 for queue in self._queues
                 for entry in queue.entries
             ],
+            counts.delivered,
+            counts.dropped,
         )
+
+    def lend(self) -> Loan:
+        """Withhold every ticket that was just captured from consumers, until it is copied."""
+        return Loan(self._queues.entries)
+
+    def give_back(self, loan: Loan, count: int | None = None) -> None:
+        """The next tickets of a loan are copied.
+
+        Args:
+            loan: what ``lend`` returned.
+            count: how many; None for all that are left.
+        """
+        loan.give_back(count)
+        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
 
     def restore(self, tickets: Tickets) -> None:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
@@ -118,9 +158,7 @@ class Standstill:
             queue.drop(spoken_for=True)
         self._fetcher.forget()
         counts = self._queues.counts
-        counts.drawn = tickets.number
-        counts.dropped = 0
-        counts.delivered = tickets.number - len(tickets.queue)
+        counts.drawn, counts.delivered, counts.dropped = tickets.number, tickets.delivered, tickets.dropped
         main = self._queues.main
         queues: dict[int, list[Entry]] = {}
         for saved in tickets.queue:

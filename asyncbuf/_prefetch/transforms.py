@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,9 @@ from asyncbuf._plain import tree
 from asyncbuf._prefetch.device import DeviceTransfer
 from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf._runtime.torch_modes import plain_modes
+
+if TYPE_CHECKING:
+    from asyncbuf.batch import Draw
 
 INLINE_SECONDS = 200e-6
 _MASK = (1 << 63) - 1
@@ -79,6 +82,20 @@ class Partial(NamedTuple):
 
     step: int
     data: Any
+
+
+class Gathered(NamedTuple):
+    """The rows of a draw with joins, before they are put together.
+
+    Attributes:
+        draw: the draw.
+        data: a tree whose leaves have shape ``[batch, *item]``.
+        joined: for each join a tree whose leaves have shape ``[*shape of its indices, *item]``.
+    """
+
+    draw: Draw
+    data: Any
+    joined: Mapping[str, Any]
 
 
 class TransformChain:

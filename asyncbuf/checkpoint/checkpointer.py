@@ -15,10 +15,9 @@ import logging
 import operator
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, is_checkpoint, remove, sweep
+from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute, is_checkpoint, remove, sweep
 from asyncbuf._plain.codec import decode
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.buffer import ReplayBuffer
@@ -45,6 +44,7 @@ from asyncbuf.errors import (
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
 VERSION = 1
 _FORMAT = "asyncbuf.run"
@@ -95,7 +95,7 @@ class Checkpointer:
             raise TypeError(f"keep: expected an int or None, found {keep!r}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep: expected at least 1, found {keep}")
-        self._directory = Path(directory)
+        self._directory = absolute(directory)
         self._keep = keep
         self._rng = rng
         self._swept = False
