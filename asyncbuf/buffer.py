@@ -6,37 +6,36 @@ import asyncio
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
 from asyncbuf._prefetch.prefetch import Prefetch
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._prefetch.transforms import TransformChain
-from asyncbuf._runtime.arguments import count, expect
+from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.lifecycle import Lifecycle, State
 from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
 from asyncbuf.checkpoint.snapshot import Config
 from asyncbuf.checkpoint.snapshotter import Snapshotter
+from asyncbuf.config import BufferConfig
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import Prepared, Storage
 from asyncbuf.stream import BatchStream
-from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
+
+    import torch
 
     from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
-
-Transform = Callable[..., Any]
+    from asyncbuf.config import Transform
+    from asyncbuf.sampler import Sampler
+    from asyncbuf.storage import Prepared, Storage
+    from asyncbuf.writer import Placement, Writer
 
 
 class ReplayBuffer(Snapshotter):
@@ -82,44 +81,37 @@ class ReplayBuffer(Snapshotter):
         min_size: int = 1,
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        expect(storage, Storage, "storage")
-        self._sampler: Sampler = expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
-        self._writer: Writer = expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        self._generator: torch.Generator = expect(generator, torch.Generator, "generator")
-        self._batch_size = None if batch_size is None else count(batch_size, "batch_size", 1)
-        self._prefetch = count(prefetch, "prefetch", 0)
-        if self._prefetch and self._batch_size is None:
-            raise ValueError(f"batch_size: expected one, because prefetch is {prefetch}; found None")
-        self._workers = count(workers, "workers", 1)
-        min_size = count(min_size, "min_size", 1)
-        if min_size > storage.capacity:
-            raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
-        kind = type(self._sampler)
-        if kind.state_dict is not Sampler.state_dict and kind.load_state_dict is Sampler.load_state_dict:
-            raise TypeError(f"{kind.__name__}: expected load_state_dict beside its state_dict, found none")
-        if self._batch_size is not None:
-            self._sampler.check(storage.capacity, self._batch_size)
+        config = BufferConfig.checked(
+            storage,
+            sampler=sampler,
+            writer=writer,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            workers=workers,
+            min_size=min_size,
+            transform=transform,
+            collate_fn=collate_fn,
+            device=device,
+            pin_memory=pin_memory,
+            generator=generator,
+        )
+        self._sampler, self._writer, self._generator = config.sampler, config.writer, config.generator
+        self._batch_size, self._prefetch, self._workers = config.batch_size, config.prefetch, config.workers
         self._storage = storage
         # Those in line, those being made, and those that consumers work on.
         storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
-        self._table = Table(storage, self._writer, self._sampler, self._generator, min_size)
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
-        collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
+        self._table = Table(storage, self._writer, self._sampler, self._generator, config.min_size)
         chain = TransformChain(
-            collate,
-            _listed(transform),
+            config.collate,
+            config.transforms,
             foreign_collate=collate_fn is not None,
-            device=device,
-            pin_memory=pin_memory,
+            device=config.device,
+            pin_memory=config.pin_memory,
         )
         self._chain = chain
         self._life = Lifecycle()
@@ -141,19 +133,7 @@ class ReplayBuffer(Snapshotter):
         self._standstill = prefetching.standstill
         self._background = prefetching.background
         self._config = Config(self._batch_size, self._prefetch)
-        self._arguments = {
-            "storage": storage,
-            "sampler": self._sampler,
-            "writer": self._writer,
-            "batch_size": batch_size,
-            "prefetch": prefetch,
-            "workers": workers,
-            "min_size": min_size,
-            "transform": list(chain.transforms),
-            "collate_fn": collate_fn,
-            "device": device,
-            "pin_memory": pin_memory,
-        }
+        self._arguments = config.arguments
         self._frozen_by: asyncio.Task[Any] | None = None
 
     async def open(self) -> Self:
@@ -497,7 +477,3 @@ class ReplayBuffer(Snapshotter):
 def _one_turn() -> Generator[None, None, None]:
     """``asyncio.sleep(0)``, without the frames around it."""
     yield
-
-
-def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:
-    return [] if transform is None else list(transform) if isinstance(transform, Sequence) else [transform]
