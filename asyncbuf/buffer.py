@@ -6,45 +6,49 @@ import asyncio
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
 from asyncbuf._prefetch.prefetch import Prefetch
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._prefetch.transforms import TransformChain
-from asyncbuf._runtime.arguments import count, expect
+from asyncbuf._runtime.arguments import count
+from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import Lifecycle, State
 from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
+from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint.buffer_state import BufferState, Config
 from asyncbuf.checkpoint.methods import SnapshotMethods
 from asyncbuf.checkpoint.snapshotter import Snapshotter
+from asyncbuf.config import BufferConfig
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import Prepared, Storage
 from asyncbuf.stream import BatchStream
-from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
+
+    import torch
 
     from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
+    from asyncbuf.config import Transform
+    from asyncbuf.sampler import Sampler
+    from asyncbuf.storage import Prepared, Storage
+    from asyncbuf.writer import Placement, Writer
 
-Transform = Callable[..., Any]
 
-
-class ReplayBuffer(SnapshotMethods):
+class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
     belong to one event loop; writes and draws take effect in the order of the calls.
+
+    For type checkers, the type of the data of its batches may be said, as in
+    ``buffer: ReplayBuffer[dict[str, torch.Tensor]] = ReplayBuffer(storage)``. Nothing checks it at run time.
 
     Args:
         storage: where items live.
@@ -83,44 +87,37 @@ class ReplayBuffer(SnapshotMethods):
         min_size: int = 1,
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        expect(storage, Storage, "storage")
-        self._sampler: Sampler = expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
-        self._writer: Writer = expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        self._generator: torch.Generator = expect(generator, torch.Generator, "generator")
-        self._batch_size = None if batch_size is None else count(batch_size, "batch_size", 1)
-        self._prefetch = count(prefetch, "prefetch", 0)
-        if self._prefetch and self._batch_size is None:
-            raise ValueError(f"batch_size: expected one, because prefetch is {prefetch}; found None")
-        self._workers = count(workers, "workers", 1)
-        min_size = count(min_size, "min_size", 1)
-        if min_size > storage.capacity:
-            raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
-        kind = type(self._sampler)
-        if kind.state_dict is not Sampler.state_dict and kind.load_state_dict is Sampler.load_state_dict:
-            raise TypeError(f"{kind.__name__}: expected load_state_dict beside its state_dict, found none")
-        if self._batch_size is not None:
-            self._sampler.check(storage.capacity, self._batch_size)
+        config = BufferConfig.checked(
+            storage,
+            sampler=sampler,
+            writer=writer,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            workers=workers,
+            min_size=min_size,
+            transform=transform,
+            collate_fn=collate_fn,
+            device=device,
+            pin_memory=pin_memory,
+            generator=generator,
+        )
+        self._sampler, self._writer, self._generator = config.sampler, config.writer, config.generator
+        self._batch_size, self._prefetch, self._workers = config.batch_size, config.prefetch, config.workers
         self._storage = storage
         # Those in line, those being made, and those that consumers work on.
         storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
-        self._table = Table(storage, self._writer, self._sampler, self._generator, min_size)
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
-        collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
+        self._table = Table(storage, self._writer, self._sampler, self._generator, config.min_size)
         chain = TransformChain(
-            collate,
-            _listed(transform),
+            config.collate,
+            config.transforms,
             foreign_collate=collate_fn is not None,
-            device=device,
-            pin_memory=pin_memory,
+            device=config.device,
+            pin_memory=config.pin_memory,
         )
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
@@ -143,19 +140,7 @@ class ReplayBuffer(SnapshotMethods):
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
         self._snapshots = Snapshotter(state, self._standstill, self._gate)
         self._freezer = self._snapshots.freezer
-        self._arguments = {
-            "storage": storage,
-            "sampler": self._sampler,
-            "writer": self._writer,
-            "batch_size": batch_size,
-            "prefetch": prefetch,
-            "workers": workers,
-            "min_size": min_size,
-            "transform": list(chain.transforms),
-            "collate_fn": collate_fn,
-            "device": device,
-            "pin_memory": pin_memory,
-        }
+        self._arguments = config.arguments
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -342,7 +327,7 @@ class ReplayBuffer(SnapshotMethods):
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    async def sample(self, batch_size: int | None = None) -> Batch:
+    async def sample(self, batch_size: int | None = None) -> Batch[DataT_co]:
         """Wait for the next batch.
 
         A cancelled call loses nothing: the next one gets the batch. Consumers are served first come, first served.
@@ -370,7 +355,7 @@ class ReplayBuffer(SnapshotMethods):
 
     def _queue(self, batch_size: int | None) -> TicketQueue:
         if batch_size is not None:
-            batch_size = count(batch_size, "batch_size", 1)
+            batch_size = count(batch_size, "batch_size", 1, example=256)
             self._sampler.check(self.capacity, batch_size)
         elif self._pipeline.main_queue is None:
             raise ValueError("batch_size: expected one, because the buffer was made without; found None")
@@ -378,11 +363,11 @@ class ReplayBuffer(SnapshotMethods):
             return self._pipeline.main_queue
         return self._pipeline.queue(batch_size)
 
-    def __aiter__(self) -> BatchStream:
+    def __aiter__(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
         return BatchStream(functools.partial(self._next, None), is_finite=False)
 
-    def epoch(self) -> BatchStream:
+    def epoch(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer.epoch()``: what is left of the pass, or the next pass if none has begun.
 
         Several tasks may iterate over the object together; each batch goes to one of them.
@@ -394,7 +379,7 @@ class ReplayBuffer(SnapshotMethods):
             raise TypeError(f"epoch: expected a sampler with passes, found {type(self._sampler).__name__}")
         return BatchStream(functools.partial(self._next, EpochCursor()), is_finite=True)
 
-    async def _next(self, cursor: EpochCursor | None) -> Batch | None:
+    async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
         """The step of a ``BatchStream``: the next batch, or None at its end."""
         await self._turn()
         queue = self._queue(None)
@@ -503,7 +488,3 @@ class ReplayBuffer(SnapshotMethods):
 def _one_turn() -> Generator[None, None, None]:
     """``asyncio.sleep(0)``, without the frames around it."""
     yield
-
-
-def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:
-    return [] if transform is None else list(transform) if isinstance(transform, Sequence) else [transform]

@@ -36,7 +36,7 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from asyncbuf.buffer import Transform
+    from asyncbuf.config import Transform
 
 DEPTHS = (0, 1, 2, 3, 4, 8, 64)
 WORKERS = (1, 2, 8)

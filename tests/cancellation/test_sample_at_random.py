@@ -18,7 +18,7 @@ from tests.helpers import ThreadedStorage, check_same, fingerprint, jitter, rows
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from asyncbuf.buffer import Transform
+    from asyncbuf.config import Transform
 
 
 class Chaos:
