@@ -461,16 +461,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        freezer = self._freezer
-        writers = self._gate.waiting_writers - freezer.queued
-        reasons = freezer.blocked(self._queues.waiting, writers)
-        if freezer.held_by is None:
-            reasons += self._pipeline.blocked()
-        if writers and freezer.frozen is None:
-            behind = (
-                "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
-            )
-            reasons.append(f"{writers} writer(s) wait behind {behind}")
+        reasons = self._freezer.blocked(self._queues.waiting, self._pipeline.blocked)
         if reasons:
             return "; ".join(reasons)
         last = self._pipeline.gave_up

@@ -20,6 +20,7 @@ from asyncbuf import Batch, Draw, Prepared, RandomSampler, ReplayBuffer, RowRang
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+    from contextvars import Context
 
 T = TypeVar("T")
 
@@ -102,8 +103,8 @@ class Crew(contextlib.AbstractAsyncContextManager["Crew"]):
     async def __aexit__(self, *_: object) -> None:
         await dismiss(self._tasks)
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(coroutine)
+    def start(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine, context=context)
         self._tasks.append(task)
         return task
 
