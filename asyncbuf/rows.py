@@ -76,9 +76,11 @@ class ValidRows(Protocol):
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The rows at some positions: int64, in the shape of ``positions``."""
+        ...
 
     def contains(self, rows: torch.Tensor) -> torch.Tensor:
         """Which rows are valid: bool, in the shape of ``rows``."""
+        ...
 
 
 class Rows(NamedTuple):
