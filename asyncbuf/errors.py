@@ -39,8 +39,8 @@ class PrefetchError(AsyncBufError):
 
     def __init__(self, message: str, number: int, indices: Sequence[int]) -> None:
         super().__init__(message)
-        self.number = number
-        self.indices = tuple(indices)
+        self.number: int = number
+        self.indices: tuple[int, ...] = tuple(indices)
 
     def __reduce__(self) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]], dict[str, object]]:
         """Pickle by the arguments of the constructor, notes included."""

@@ -129,8 +129,8 @@ class WriteEvent:
     def __init__(self, placement: Placement, first: int, table: Rows, columns: Mapping[str, Any]) -> None:
         self._placement = placement
         self._first = first
-        self.table = table
-        self.columns = columns
+        self.table: Rows = table
+        self.columns: Mapping[str, Any] = columns
 
     @property
     def rows(self) -> torch.Tensor:

@@ -57,7 +57,7 @@ _RNG = "rng"
 _SETTLE_SECONDS = 10.0
 _WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
 
-logger = logging.getLogger("asyncbuf")
+_logger = logging.getLogger("asyncbuf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Checkpointer:
             try:
                 remove(path)
             except OSError as error:
-                logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+                _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class _Mark:
     __slots__ = ("is_over",)
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over: bool = False
 
 
 # A task that is started within a freeze inherits this, and is within it too, for as long as it lasts.
@@ -90,8 +90,8 @@ class Freeze:
         let_go: Callable[[], None],
         hold: float | None,
     ) -> None:
-        self.state = FreezeState.HELD
-        self.mark = _Mark()
+        self.state: FreezeState = FreezeState.HELD
+        self.mark: _Mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold
@@ -234,8 +234,9 @@ class Freezer:
         """
         standing = Standing(what, lambda: f"the end of {self.held_by or 'another standstill'}")
         self._asked.append(standing)
+        scope = asyncio.timeout(timeout)
         try:
-            async with asyncio.timeout(timeout) as scope:
+            async with scope:
                 await self._take(standing, timeout, meanwhile)
         except BaseException as error:
             reason = f"{what}: after {timeout} s it still waits for {standing.waits_for()}"
