@@ -76,9 +76,11 @@ class ValidRows(Protocol):
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The rows at some positions: int64, in the shape of ``positions``."""
+        ...
 
     def contains(self, rows: torch.Tensor) -> torch.Tensor:
         """Which rows are valid: bool, in the shape of ``rows``."""
+        ...
 
 
 class Rows(NamedTuple):
@@ -127,8 +129,8 @@ class WriteEvent:
     def __init__(self, placement: Placement, first: int, table: Rows, columns: Mapping[str, Any]) -> None:
         self._placement = placement
         self._first = first
-        self.table = table
-        self.columns = columns
+        self.table: Rows = table
+        self.columns: Mapping[str, Any] = columns
 
     @property
     def rows(self) -> torch.Tensor:

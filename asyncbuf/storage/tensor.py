@@ -217,7 +217,7 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
     if keys is None or type(items) is not dict or len(items) != len(keys):
         return None
     arrays: list[np.ndarray[Any, Any]] = []
-    lead: tuple[int, ...] | None = None if batched else ()
+    lead: Any = None if batched else ()  # the shape ahead of that of an item
     for key, (dtype, shape) in zip(keys, known.plain):  # noqa: B905 (as many; looking takes a third of the loop)
         leaf: Any = items.get(key)
         if type(leaf) is not np.ndarray:
