@@ -18,13 +18,14 @@ class BufferStats(NamedTuple):
         queued: number of tickets that nobody has taken yet.
         in_flight: how many of those are still being gathered or transformed.
         waiting_consumers: number of coroutines waiting for a batch.
-        waiting_writers: number of coroutines waiting to write.
+        waiting_writers: number of coroutines waiting to write, those that a limiter holds back included.
         peak_queued: the largest value that ``queued`` ever had.
         gather_seconds: time spent gathering rows, all threads together.
         wait_seconds: time that consumers spent waiting, all together.
         retries: number of tickets that were tried again after a failure.
         inline_gathers: how often rows were gathered on the event loop.
         thread_gathers: how often in a thread.
+        stale_priorities: number of rows whose priorities came too late: the item had been replaced or removed.
     """
 
     size: int
@@ -43,3 +44,4 @@ class BufferStats(NamedTuple):
     retries: int
     inline_gathers: int
     thread_gathers: int
+    stale_priorities: int = 0
