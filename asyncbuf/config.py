@@ -140,7 +140,7 @@ def _writer(value: Any) -> Writer:
 def _limiter(value: Any, min_size: int | None) -> Limiter:
     if value is None:
         return MinSize(1 if min_size is None else min_size)
-    limiter: Limiter = instance_of(value, Limiter, "limiter", example="MinSize(1)")
+    limiter: Limiter = instance_of(value, Limiter, "limiter", example="MinSize(1)", arguments="...")
     if min_size is not None:
         raise ValueError(
             f"limiter: expected either a limiter or min_size, which is short for MinSize({min_size}); found both"

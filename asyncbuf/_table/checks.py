@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._runtime.summary import summary
 from asyncbuf.batch import Draw
 from asyncbuf.rows import Placement
 
@@ -93,22 +94,33 @@ def row_numbers(indices: Any, capacity: int, name: str) -> Int64Array:
         TypeError: they are not integers.
         IndexError: one is not a row of the storage.
     """
-    where = torch.as_tensor(indices, device="cpu").detach().reshape(-1)
+    where = _tensor(indices, name, "a batch, or rows as integers").reshape(-1)
     if where.numel() == 0:
         return np.empty(0, np.int64)
-    if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:
+    if where.dtype is torch.bool:
+        raise TypeError(f"{name}: expected integers, found {where.dtype} (mask.nonzero() has the rows of a mask)")
+    if where.dtype.is_floating_point or where.dtype.is_complex:
         raise TypeError(f"{name}: expected integers, found {where.dtype}")
     if int(where.min()) < 0 or int(where.max()) >= capacity:
         raise IndexError(f"{name}: expected rows 0 to {capacity - 1}, found {int(where.min())} to {int(where.max())}")
     return where.to(torch.int64).numpy()
 
 
-def priorities(value: torch.Tensor, count: int, *, is_batch: bool) -> torch.Tensor:
+def _tensor(value: Any, name: str, expected: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected {expected}, found {summary(value)}") from error
+
+
+def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
     """Priorities that a caller hands in for so many rows: one for each, ``[rows]``.
 
     Raises:
+        TypeError: they are no numbers.
         ValueError: they are more or fewer, or one is not finite.
     """
+    value = _tensor(priority, "priority", "numbers")
     fits_all = value.ndim == 0 if is_batch else value.numel() == 1
     if fits_all and count != 1:
         value = value.reshape(1).expand(count)

@@ -246,7 +246,7 @@ class Table:
             IndexError: an index is not a row of the storage.
         """
         rows = checks.row_numbers(indices, self._capacity, "indices")
-        value = checks.priorities(torch.as_tensor(priority, device="cpu").detach(), len(rows), is_batch=is_batch)
+        value = checks.priorities(priority, len(rows), is_batch=is_batch)
         if write_count is not None:
             fresh = ~self.replaced(rows, write_count)
             self.stale_priorities += len(rows) - int(np.count_nonzero(fresh))
