@@ -20,13 +20,14 @@ class BufferStats(NamedTuple):
         queued: number of tickets in the queues, ready or not.
         in_flight: number of queued tickets whose rows are still being gathered or transformed.
         waiting_consumers: number of calls that wait for a batch.
-        waiting_writers: number of calls that wait to write.
+        waiting_writers: number of calls that wait to write, those that a limiter holds back included.
         peak_queued: the highest value of ``queued`` so far.
         gather_seconds: time spent gathering rows, summed over all threads, in seconds.
         wait_seconds: time that consumers spent waiting, summed over all of them, in seconds.
         retries: number of times that a failed ticket was tried again.
         inline_gathers: number of gathers that ran on the event loop.
         thread_gathers: number of gathers that ran in a thread.
+        stale_priorities: number of rows whose priorities came too late: the item had been replaced or removed.
     """
 
     size: int
@@ -45,3 +46,4 @@ class BufferStats(NamedTuple):
     retries: int
     inline_gathers: int
     thread_gathers: int
+    stale_priorities: int = 0

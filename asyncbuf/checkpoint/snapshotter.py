@@ -148,9 +148,16 @@ class Snapshotter:
 
     def pickled(self) -> dict[str, Any]:
         """What is not in the arguments of the buffer, for ``unpickle``; called while it stands still."""
-        return {"tickets": self._standstill.capture().cloned(), "fresh": self._state.fresh}
+        state = self._state
+        # Storage, writer and sampler are pickled themselves.
+        parts = {part.name: part.capture() for part in state.parts if part.name in state.fresh}
+        return {"tickets": self._standstill.capture().cloned(), "fresh": state.fresh, "parts": parts}
 
     def unpickle(self, state: dict[str, Any]) -> None:
         """Go on where the pickled buffer was."""
         self._state.fresh = state["fresh"]
+        for part in self._state.parts:
+            if part.name in state["parts"]:
+                part.load(part.read(state["parts"][part.name]))
+        self._state.table.changed()
         self._standstill.restore(state["tickets"])
