@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    is_tensorclass,
+)
 from tensordict.utils import is_non_tensor
 
-from asyncbuf._plain.registry import Container, register_codec, register_container, register_family
+from asyncbuf._plain.registry import Codec, Container, add_codec, register_container, register_family
 from asyncbuf.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -15,16 +22,20 @@ if TYPE_CHECKING:
 
 
 def _flatten(value: TensorDictBase, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], Hashable]:
-    keys = tuple(value.keys())
-    children = [value.get(key) for key in keys]
+    keys, children = _members(value)
     for key, child in zip(keys, children, strict=True):
         if is_tensor_collection(child) and is_non_tensor(child):
             raise SchemaError(
                 f"expected a tensor at {key!r} of the TensorDict, found {type(child).__name__}: "
-                "only tensors and nested TensorDicts are taken"
+                "only tensors and nested TensorDicts are taken (ListStorage with a collate_fn takes others)"
             )
     size = tuple(value.batch_size)
     return keys, children, size[1:] if batched else size
+
+
+def _members(value: TensorDictBase) -> tuple[tuple[Hashable, ...], list[Any]]:
+    keys = tuple(value.keys())
+    return keys, [value.get(key) for key in keys]
 
 
 def _unflatten(
@@ -43,10 +54,11 @@ def _unflatten_class(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], 
 
 
 def _encode(value: TensorDictBase) -> dict[str, Any]:
-    keys, children, size = _flatten(value, False)
+    keys, children = _members(value)
     # Tensors of a checkpoint are on the CPU; a TensorDict that says where it is must say so.
     device = None if value.device is None else "cpu"
     names = list(value.names) if any(name is not None for name in value.names) else None
+    size = tuple(value.batch_size)
     return {"data": dict(zip(keys, children, strict=True)), "batch_size": size, "device": device, "names": names}
 
 
@@ -56,8 +68,27 @@ def _decode(plain: dict[str, Any]) -> TensorDict:
     )
 
 
+def _encode_data(value: Any) -> dict[str, Any]:
+    return {"data": value.data, "batch_size": tuple(value.batch_size)}
+
+
+def _decode_data(plain: dict[str, Any]) -> Any:
+    return NonTensorData(plain["data"], batch_size=plain["batch_size"])
+
+
+def _encode_stack(value: Any) -> dict[str, Any]:
+    return {"stack": list(value.tensordicts), "dim": value.stack_dim}
+
+
+def _decode_stack(plain: dict[str, Any]) -> Any:
+    return NonTensorStack(*plain["stack"], stack_dim=plain["dim"])
+
+
 def register() -> None:
     """Make trees take TensorDicts apart and let them into checkpoints."""
     register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))
     register_family(Container("tensorclass", _flatten, _unflatten_class), is_tensorclass)
-    register_codec(TensorDictBase, _encode, _decode, name="tensordict", subclasses=True)
+    add_codec(TensorDictBase, Codec("tensordict", _encode, _decode, subclasses=True, takes_apart=True))
+    # They do not derive from TensorDict, or would lose what they hold as one.
+    add_codec(NonTensorData, Codec("tensordict.NonTensorData", _encode_data, _decode_data, takes_apart=True))
+    add_codec(NonTensorStack, Codec("tensordict.NonTensorStack", _encode_stack, _decode_stack, takes_apart=True))
