@@ -8,14 +8,17 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, Self
 
-from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
+import torch
+
+from asyncbuf._ingest.admission import Admission
+from asyncbuf._ingest.write_path import WritePath
 from asyncbuf._prefetch.prefetch import Prefetch
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import Lifecycle, State
-from asyncbuf._runtime.threads import Threads, finish
+from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
 from asyncbuf.batch import DataT_co
@@ -31,14 +34,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
-    import torch
-
     from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
     from asyncbuf.config import Transform
+    from asyncbuf.limiter import Limiter
     from asyncbuf.sampler import Sampler
-    from asyncbuf.storage import Prepared, Storage
-    from asyncbuf.writer import Placement, Writer
+    from asyncbuf.storage import Storage
+    from asyncbuf.writer import Writer
 
 
 class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
@@ -59,7 +61,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         prefetch: how many batches are prepared ahead of those asked for, from 0.
         workers: how many batches are gathered and transformed at once, from 1. A large batch that is waited for is
             gathered by up to four threads together, one for each core.
-        min_size: consumers wait until this many items are stored, from 1.
+        min_size: consumers wait until this many items are stored, from 1: short for ``limiter=MinSize(min_size)``.
+        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None.
         transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
@@ -84,7 +87,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         batch_size: int | None = None,
         prefetch: int = 0,
         workers: int = 1,
-        min_size: int = 1,
+        min_size: int | None = None,
+        limiter: Limiter | None = None,
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         device: torch.device | str | int | None = None,
@@ -99,6 +103,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             prefetch=prefetch,
             workers=workers,
             min_size=min_size,
+            limiter=limiter,
             transform=transform,
             collate_fn=collate_fn,
             device=device,
@@ -111,7 +116,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         # Those in line, those being made, and those that consumers work on.
         storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
-        self._table = Table(storage, self._writer, self._sampler, self._generator, config.min_size)
+        self._table = Table(storage, self._writer, self._sampler, config.limiter, self._generator)
         chain = TransformChain(
             config.collate,
             config.transforms,
@@ -121,6 +126,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         )
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
+        admission = self._admission = Admission(self._table) if config.limiter.holds_writers else None
         prefetching = Prefetch(
             self._table,
             chain,
@@ -130,6 +136,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             batch_size=self._batch_size,
             depth=self._prefetch,
             workers=self._workers,
+            refuse=() if admission is None else (admission.refuse,),
+            went_on=None if admission is None else admission.changed,
         )
         self._queues = prefetching.queues
         self._drawer = prefetching.drawer
@@ -137,6 +145,9 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._pipeline = prefetching.pipeline
         self._standstill = prefetching.standstill
         self._background = prefetching.background
+        self._writes = WritePath(
+            self._table, self._gate, self._threads, admission, self._life, self._drawer, self._background.fail
+        )
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
         self._snapshots = Snapshotter(state, self._standstill, self._gate)
         self._freezer = self._snapshots.freezer
@@ -201,6 +212,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         """Close a buffer whose event loop was closed under it."""
         if self._life.is_orphaned:
             self._background.abandon()
+            if self._admission is not None:
+                self._admission.forget()
         self._standstill.abandon()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
@@ -232,7 +245,9 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
         """
-        return await self._write(self._storage.prepare, items)
+        await self._turn()
+        placement = await self._writes.write(self._storage.prepare, items)
+        return torch.from_numpy(placement.rows)
 
     async def add(self, item: Any) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
@@ -240,68 +255,23 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         Returns:
             Its row; None if the writer does not keep it.
         """
-        rows = await self._write(self._storage.prepare_one, item)
-        return int(rows[0]) if len(rows) else None
-
-    async def _write(self, prepare: Callable[[Any], Prepared], items: Any) -> torch.Tensor:
         await self._turn()
-        self._check_writable()
-        prepared = prepare(items)
-        if prepared.nbytes > WRITE_INLINE_BYTES:
-            return await self._write_in_thread(prepared, prepare, items)
-        if self._gate.is_free_for_writes:
-            return self._gate.run_now(self._write_here, prepared)
-        async with self._gate.turn(exclusive=True):
-            return self._write_here(self._confirmed(prepared, prepare, items))
-
-    def _write_here(self, prepared: Prepared) -> torch.Tensor:
-        placement = self._table.place(prepared)
-        self._storage.write(prepared, placement.runs)
-        return self._commit(placement)
-
-    async def _write_in_thread(
-        self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any
-    ) -> torch.Tensor:
-        threads = self._threads
-        async with self._gate.turn(exclusive=True):
-            prepared = self._confirmed(prepared, prepare, items)
-            placement = self._table.place(prepared)
-            copied = threads.copy(self._storage.write, prepared, placement.runs)
-            cancelled = await finish(copied)
-            copied.result()
-            rows = self._commit(placement)
-        if self._life.is_idle:
-            threads.abandon()  # nobody would end them later
-        try:
-            if cancelled is not None:
-                raise cancelled
-        finally:
-            del cancelled
-        return rows
-
-    def _confirmed(self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any) -> Prepared:
-        """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
-        self._check_writable()
-        return prepared if self._storage.is_current(prepared) else prepare(items)
-
-    def _commit(self, placement: Placement) -> torch.Tensor:
-        rows = self._table.commit(placement)
-        self._drawer.table_changed()
-        return rows
-
-    def _check_writable(self) -> None:
-        if self._life.reason is not None and self._life.state is not State.NEW:
-            raise self._life.reason()
-        if self._drawer.finished:
-            raise BufferClosedError("finish() was called: the buffer takes no more items")
+        runs = (await self._writes.write(self._storage.prepare_one, item)).runs
+        return runs[0].row if runs else None
 
     async def finish(self) -> None:
         """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.
 
-        ``extend`` and ``add`` raise from here on. Batches can be had as long as enough items are stored.
+        ``extend`` and ``add`` raise from here on, those that wait too. Batches can be had as long as enough items are
+        stored.
         """
         await self._turn()
-        await self._gate.apply(self._drawer.finish, exclusive=False)
+        await self._gate.apply(self._finish, exclusive=False)
+
+    def _finish(self) -> None:
+        self._drawer.finish()
+        if self._admission is not None:
+            self._admission.refuse(functools.partial(BufferClosedError, "finish() was called: no more items are taken"))
 
     async def empty(self) -> None:
         """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
@@ -312,18 +282,41 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._table.clear()
         self._drawer.flush()
 
-    async def update_priority(self, indices: Any, priority: Any) -> None:
-        """Tell the sampler new priorities; samplers without priorities ignore them.
+    async def remove(self, batch_or_indices: Batch[Any] | Any) -> int:
+        """Remove items before they are overwritten. Their rows are free for the next items.
+
+        Batches that were drawn before still have them. A pass goes on without those that it has not come to.
 
         Args:
-            indices: rows, as in ``batch.indices``: integers ``[n]``.
-            priority: float ``[n]``, or one number for all.
+            batch_or_indices: a batch, of which rows that were replaced since it was drawn are left out; or rows,
+                integers ``[n]``, of which those without an item are left out. Each counts once.
+
+        Returns:
+            How many items were removed.
+
+        Raises:
+            TypeError: the rows are not integers.
+            IndexError: one is not a row of the storage.
+        """
+        await self._turn()
+        return await self._writes.remove(batch_or_indices)
+
+    async def update_priority(self, batch_or_indices: Batch[Any] | Any, priority: Any) -> None:
+        """Tell the sampler new priorities; samplers without priorities ignore them.
+
+        Rows that were replaced or removed since the batch was drawn are left out, and counted in
+        ``stats().stale_priorities``. That needs the batch, or the very tensor ``batch.indices``: it is not known when
+        other rows were drawn.
+
+        Args:
+            batch_or_indices: a batch; or rows, as in ``batch.indices``: integers ``[n]``.
+            priority: float ``[n]``, in the order of the rows, or one number for all.
 
         Raises:
             TypeError, ValueError, IndexError: they do not fit each other or the storage.
         """
         await self._turn()
-        await self._gate.apply(functools.partial(self._table.update_priority, indices, priority), exclusive=False)
+        await self._writes.update_priority(batch_or_indices, priority)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -415,7 +408,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     def __len__(self) -> int:
         """Number of stored items."""
-        return self._writer.size
+        return self._table.size
 
     @property
     def capacity(self) -> int:
@@ -450,27 +443,21 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             queued=queues.queued,
             in_flight=queues.in_flight,
             waiting_consumers=queues.waiting,
-            waiting_writers=self._gate.waiting_writers,
+            waiting_writers=self._gate.waiting_writers + (0 if self._admission is None else self._admission.waiting),
             peak_queued=counts.peak_queued,
             gather_seconds=fetcher.gather_seconds,
             wait_seconds=counts.wait_seconds,
             retries=counts.retries,
             inline_gathers=fetcher.inline_gathers,
             thread_gathers=fetcher.thread_gathers,
+            stale_priorities=self._table.stale_priorities,
         )
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        freezer = self._freezer
-        writers = self._gate.waiting_writers - freezer.queued
-        reasons = freezer.blocked(self._queues.waiting, writers)
-        if freezer.held_by is None:
-            reasons += self._pipeline.blocked()
-        if writers and freezer.frozen is None:
-            behind = (
-                "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
-            )
-            reasons.append(f"{writers} writer(s) wait behind {behind}")
+        reasons = self._freezer.blocked(self._queues.waiting, self._pipeline.blocked)
+        if self._admission is not None:
+            reasons += self._admission.blocked()
         if reasons:
             return "; ".join(reasons)
         last = self._pipeline.gave_up

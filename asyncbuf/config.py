@@ -31,7 +31,6 @@ class BufferConfig:
         batch_size: number of items of a batch; None if each call says its own.
         prefetch: how many batches are prepared ahead of those asked for.
         workers: how many batches are gathered and transformed at once.
-        min_size: consumers wait until this many items are stored.
         transforms: functions of the data of a batch, in order.
         collate_fn: makes batched data of what the storage gathered; None for that of the storage.
         device: where the tensors of a batch go in the end; None leaves them where they are.
@@ -46,7 +45,6 @@ class BufferConfig:
     batch_size: int | None
     prefetch: int
     workers: int
-    min_size: int
     transforms: tuple[Transform, ...]
     collate_fn: Collate | None
     device: torch.device | None
@@ -63,7 +61,8 @@ class BufferConfig:
         batch_size: int | None = None,
         prefetch: int = 0,
         workers: int = 1,
-        min_size: int = 1,
+        min_size: int | None = None,
+        limiter: Limiter | None = None,
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Collate | None = None,
         device: torch.device | str | int | None = None,
@@ -81,11 +80,10 @@ class BufferConfig:
             storage=storage,
             sampler=_sampler(sampler),
             writer=_writer(writer),
-            limiter=MinSize(min_size),
+            limiter=_limiter(limiter, min_size),
             batch_size=None if batch_size is None else count(batch_size, "batch_size", 1, example=256),
             prefetch=count(prefetch, "prefetch", 0, example=2),
             workers=count(workers, "workers", 1, example=2),
-            min_size=min_size,
             transforms=_transforms(transform),
             collate_fn=_collate(collate_fn),
             device=_device(device),
@@ -112,7 +110,7 @@ class BufferConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments that make such a buffer again, without the generator."""
-        names = ("storage", "sampler", "writer", "batch_size", "prefetch", "workers", "min_size", "collate_fn")
+        names = ("storage", "sampler", "writer", "limiter", "batch_size", "prefetch", "workers", "collate_fn")
         arguments = {name: getattr(self, name) for name in (*names, "device", "pin_memory")}
         return {**arguments, "transform": list(self.transforms)}
 
@@ -137,6 +135,17 @@ def _writer(value: Any) -> Writer:
         return RoundRobinWriter()
     writer: Writer = instance_of(value, Writer, "writer", example="RoundRobinWriter()")
     return writer
+
+
+def _limiter(value: Any, min_size: int | None) -> Limiter:
+    if value is None:
+        return MinSize(1 if min_size is None else min_size)
+    limiter: Limiter = instance_of(value, Limiter, "limiter", example="MinSize(1)", arguments="...")
+    if min_size is not None:
+        raise ValueError(
+            f"limiter: expected either a limiter or min_size, which is short for MinSize({min_size}); found both"
+        )
+    return limiter
 
 
 def _generator(value: Any) -> torch.Generator:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute, is_checkpoint, remove, sweep
 from asyncbuf._plain.codec import decode
+from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint.components import (
@@ -57,7 +58,7 @@ _RNG = "rng"
 _SETTLE_SECONDS = 10.0
 _WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
 
-logger = logging.getLogger("asyncbuf")
+_logger = logging.getLogger("asyncbuf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,10 @@ class RestoredCheckpoint:
     step: int
     path: Path
     values: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """One short line, without the values of tensors."""
+        return f"RestoredCheckpoint(step={self.step}, path={str(self.path)!r}, values={summary(self.values)})"
 
 
 class Checkpointer:
@@ -184,7 +189,7 @@ class Checkpointer:
             try:
                 remove(path)
             except OSError as error:
-                logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+                _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

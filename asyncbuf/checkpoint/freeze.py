@@ -7,18 +7,18 @@ any task of the event loop, a timer, or the garbage collector can end a standsti
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import functools
 import warnings
 import weakref
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Self
 
 from asyncbuf.errors import AsyncBufError, WrongLoopError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from types import TracebackType
 
     from asyncbuf._prefetch.standstill import Hold, Standstill
@@ -168,7 +168,7 @@ class Freeze:
         if self._loop.is_closed():
             self._let_go()
             return
-        with contextlib.suppress(RuntimeError):  # it was closed in this moment
+        with suppress(RuntimeError):  # it was closed in this moment
             self._loop.call_soon_threadsafe(self._let_go)
         warnings.warn("a freeze was dropped before it was released", ResourceWarning, source=self, stacklevel=2)
 
@@ -234,35 +234,43 @@ class Freezer:
         """
         standing = Standing(what, lambda: f"the end of {self.held_by or 'another standstill'}")
         self._asked.append(standing)
+        now = asyncio.get_running_loop().time
+        start = now()
         try:
-            async with asyncio.timeout(timeout) as scope:
-                await self._take(standing, timeout, meanwhile)
-        except BaseException as error:
-            reason = f"{what}: after {timeout} s it still waits for {standing.waits_for()}"
+            async with self._limit(standing, timeout, timeout):
+                standing.hold = await self._standstill.hold()
+            self._holder = standing
+            standing.waits_for = self._standstill.waits_for
+            if meanwhile is not None:
+                await meanwhile()
+            else:
+                await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
+            # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
+            left = None if timeout is None else max(0.0, start + timeout - now())
+            async with self._limit(standing, timeout, left):
+                await self._standstill.rest()
+                standing.waits_for = self._ahead
+                standing.is_queued = True
+                standing.turn = await self._gate.enter(exclusive=True)
+        except BaseException:
             self.let_go(standing)
-            if isinstance(error, TimeoutError) and scope.expired():
-                raise TimeoutError(reason) from None
             raise
         finally:
             self._asked.remove(standing)
         return standing
 
-    async def _take(
-        self, standing: Standing, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
-    ) -> None:
-        now = asyncio.get_running_loop().time()
-        standing.hold = await self._standstill.hold()
-        self._holder = standing
-        deadline = None if timeout is None else now + _SETTLE_SHARE * timeout
-        if meanwhile is not None:
-            standing.waits_for = lambda: "what is being read"
-            await meanwhile()
-            deadline = now
-        standing.waits_for = self._standstill.waits_for
-        await self._standstill.settle(deadline)
-        standing.waits_for = self._ahead
-        standing.is_queued = True
-        standing.turn = await self._gate.enter(exclusive=True)
+    @asynccontextmanager
+    async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:
+        """``asyncio.timeout(left)``, with words."""
+        try:
+            async with asyncio.timeout(left) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise TimeoutError(
+                f"{standing.what}: after {timeout} s it still waits for {standing.waits_for()}"
+            ) from None
 
     def let_go(self, standing: Standing) -> None:
         """End a standstill, as far as it has come; to be called once."""
@@ -322,21 +330,23 @@ class Freezer:
             return "a write that is going on"
         return f"{self._gate.readers} gather(s) of earlier batches, or writes before it"
 
-    def blocked(self, consumers: int, writers: int) -> list[str]:
-        """In words, what waits for a standstill, and what a standstill waits for.
+    def blocked(self, consumers: int, without: Callable[[], list[str]]) -> list[str]:
+        """In words, what consumers, writers and standstills wait for.
 
         Args:
             consumers: how many wait.
-            writers: how many wait for their turn in the history.
+            without: says what consumers wait for while no standstill holds them up.
         """
-        reasons: list[str] = []
+        reasons = without() if self.held_by is None else []
         if self.held_by is not None and consumers:
             reasons.append(f"{consumers} consumer(s) wait for the end of {self.held_by}")
-        if self.frozen is not None and writers:
+        # A standstill that waits for its turn is a write to the history.
+        writers = self._gate.waiting_writers - sum(standing.is_queued for standing in self._asked)
+        if writers and self.frozen is not None:
             reasons.append(f"{writers} writer(s) wait for the end of {self.held_by}")
+        elif writers:
+            gathers = f"{self._gate.readers} gather(s) of earlier batches"
+            reasons.append(
+                f"{writers} writer(s) wait behind {'a write in a thread' if self._gate.writing else gathers}"
+            )
         return reasons + [f"{standing.what} waits for {standing.waits_for()}" for standing in self._asked]
-
-    @property
-    def queued(self) -> int:
-        """How many standstills wait for their turn in the history, as if they were writers."""
-        return sum(standing.is_queued for standing in self._asked)
