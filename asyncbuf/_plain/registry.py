@@ -69,7 +69,7 @@ class Container(NamedTuple):
     keeps_type: bool = True
 
 
-_containers: dict[type, Container] = {}
+_containers: dict[type, Container | None] = {}
 _container_names: dict[str, Container] = {}
 _families: list[Callable[[type], Container | None]] = []
 _built_in: list[Callable[[type], Container | None]] = []
@@ -103,6 +103,12 @@ def register_container(cls: type, container: Container) -> None:
         raise ValueError(f"container name {container.name!r} is taken: expected a name not in {names}")
     _containers[cls] = container
     _container_names[container.name] = container
+    _looked_up.clear()
+
+
+def register_leaf(cls: type) -> None:
+    """Teach trees that values of a type are leaves, though it belongs to a family of containers or derives from one."""
+    _containers[cls] = None
     _looked_up.clear()
 
 

@@ -9,33 +9,26 @@ from tensordict import (
     NonTensorStack,
     TensorDict,
     TensorDictBase,
-    is_tensor_collection,
     is_tensorclass,
 )
-from tensordict.utils import is_non_tensor
 
-from asyncbuf._plain.registry import Codec, Container, add_codec, register_container, register_family
-from asyncbuf.errors import SchemaError
+from asyncbuf._plain.registry import (
+    Codec,
+    Container,
+    add_codec,
+    register_container,
+    register_family,
+    register_leaf,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
 
 def _flatten(value: TensorDictBase, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], Hashable]:
-    keys, children = _members(value)
-    for key, child in zip(keys, children, strict=True):
-        if is_tensor_collection(child) and is_non_tensor(child):
-            raise SchemaError(
-                f"expected a tensor at {key!r} of the TensorDict, found {type(child).__name__}: "
-                "only tensors and nested TensorDicts are taken (ListStorage with a collate_fn takes others)"
-            )
-    size = tuple(value.batch_size)
-    return keys, children, size[1:] if batched else size
-
-
-def _members(value: TensorDictBase) -> tuple[tuple[Hashable, ...], list[Any]]:
     keys = tuple(value.keys())
-    return keys, [value.get(key) for key in keys]
+    size = tuple(value.batch_size)
+    return keys, [value.get(key) for key in keys], size[1:] if batched else size
 
 
 def _unflatten(
@@ -54,11 +47,10 @@ def _unflatten_class(kind: Any, keys: tuple[Any, ...], children: Sequence[Any], 
 
 
 def _encode(value: TensorDictBase) -> dict[str, Any]:
-    keys, children = _members(value)
+    keys, children, size = _flatten(value, False)
     # Tensors of a checkpoint are on the CPU; a TensorDict that says where it is must say so.
     device = None if value.device is None else "cpu"
     names = list(value.names) if any(name is not None for name in value.names) else None
-    size = tuple(value.batch_size)
     return {"data": dict(zip(keys, children, strict=True)), "batch_size": size, "device": device, "names": names}
 
 
@@ -89,6 +81,8 @@ def register() -> None:
     register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))
     register_family(Container("tensorclass", _flatten, _unflatten_class), is_tensorclass)
     add_codec(TensorDictBase, Codec("tensordict", _encode, _decode, subclasses=True, takes_apart=True))
-    # They do not derive from TensorDict, or would lose what they hold as one.
+    for kind in (NonTensorData, NonTensorStack):
+        register_leaf(kind)
+    # The one is no TensorDict, the other would lose what it holds as one.
     add_codec(NonTensorData, Codec("tensordict.NonTensorData", _encode_data, _decode_data, takes_apart=True))
     add_codec(NonTensorStack, Codec("tensordict.NonTensorStack", _encode_stack, _decode_stack, takes_apart=True))
