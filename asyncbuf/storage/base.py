@@ -158,6 +158,12 @@ class Storage(ABC):
     def expect(self, batches: int) -> None:
         """Be told how many batches will be in use at once, for a storage that keeps memory for them."""
 
+    def will_collate(self) -> None:
+        """Be told that batches will be made by ``collate``, since there is no ``collate_fn``.
+
+        A storage may refuse items from then on of which ``collate`` could not make a batch.
+        """
+
     def collate(self, gathered: Any) -> Any:
         """Turn what ``gather`` returned into batched tensors, where no ``collate_fn`` was given."""
         return gathered
