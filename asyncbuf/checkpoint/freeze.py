@@ -50,6 +50,11 @@ class _Mark:
 _within: ContextVar[tuple[_Mark, ...]] = ContextVar("asyncbuf_within", default=())
 
 
+def is_within_any() -> bool:
+    """Whether the caller is within a freeze, of whatever buffer."""
+    return any(not mark.is_over for mark in _within.get())
+
+
 class Standing:
     """A standstill, from the moment when somebody asks for it.
 
