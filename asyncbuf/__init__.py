@@ -6,6 +6,7 @@ from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
+from asyncbuf.checkpoint.freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.errors import (
     AsyncBufError,
@@ -44,6 +45,8 @@ __all__ = [
     "Container",
     "Counters",
     "Draw",
+    "Freeze",
+    "FreezeState",
     "GatherJobs",
     "Limiter",
     "ListStorage",

@@ -174,7 +174,7 @@ class Batch(Generic[DataT_co]):
     @_read_only
     def info(self) -> Mapping[str, Any]:
         """What the sampler says of each row, such as weights: float ``[batch]``."""
-        return self._draw.info
+        return self._draw.info or {}
 
     @_read_only
     def number(self) -> int:

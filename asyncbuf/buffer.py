@@ -6,45 +6,51 @@ import asyncio
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 
-from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
+from asyncbuf._ingest.admission import Admission
+from asyncbuf._ingest.write_path import WritePath
 from asyncbuf._prefetch.prefetch import Prefetch
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._prefetch.transforms import TransformChain
-from asyncbuf._runtime.arguments import count, expect
+from asyncbuf._runtime.arguments import count
+from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import Lifecycle, State
-from asyncbuf._runtime.threads import Threads, finish
+from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
+from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint.buffer_state import BufferState, Config
 from asyncbuf.checkpoint.methods import SnapshotMethods
 from asyncbuf.checkpoint.snapshotter import Snapshotter
+from asyncbuf.config import BufferConfig
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import Prepared, Storage
 from asyncbuf.stream import BatchStream
-from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
     from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
+    from asyncbuf.config import Transform
+    from asyncbuf.limiter import Limiter
+    from asyncbuf.sampler import Sampler
+    from asyncbuf.storage import Storage
+    from asyncbuf.writer import Writer
 
-Transform = Callable[..., Any]
 
-
-class ReplayBuffer(SnapshotMethods):
+class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
     belong to one event loop; writes and draws take effect in the order of the calls.
+
+    For type checkers, the type of the data of its batches may be said, as in
+    ``buffer: ReplayBuffer[dict[str, torch.Tensor]] = ReplayBuffer(storage)``. Nothing checks it at run time.
 
     Args:
         storage: where items live.
@@ -55,7 +61,8 @@ class ReplayBuffer(SnapshotMethods):
         prefetch: how many batches are prepared ahead of those asked for, from 0.
         workers: how many batches are gathered and transformed at once, from 1. A large batch that is waited for is
             gathered by up to four threads together, one for each core.
-        min_size: consumers wait until this many items are stored, from 1.
+        min_size: consumers wait until this many items are stored, from 1: short for ``limiter=MinSize(min_size)``.
+        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None.
         transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
@@ -80,50 +87,46 @@ class ReplayBuffer(SnapshotMethods):
         batch_size: int | None = None,
         prefetch: int = 0,
         workers: int = 1,
-        min_size: int = 1,
+        min_size: int | None = None,
+        limiter: Limiter | None = None,
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        expect(storage, Storage, "storage")
-        self._sampler: Sampler = expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
-        self._writer: Writer = expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        self._generator: torch.Generator = expect(generator, torch.Generator, "generator")
-        self._batch_size = None if batch_size is None else count(batch_size, "batch_size", 1)
-        self._prefetch = count(prefetch, "prefetch", 0)
-        if self._prefetch and self._batch_size is None:
-            raise ValueError(f"batch_size: expected one, because prefetch is {prefetch}; found None")
-        self._workers = count(workers, "workers", 1)
-        min_size = count(min_size, "min_size", 1)
-        if min_size > storage.capacity:
-            raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
-        kind = type(self._sampler)
-        if kind.state_dict is not Sampler.state_dict and kind.load_state_dict is Sampler.load_state_dict:
-            raise TypeError(f"{kind.__name__}: expected load_state_dict beside its state_dict, found none")
-        if self._batch_size is not None:
-            self._sampler.check(storage.capacity, self._batch_size)
+        config = BufferConfig.checked(
+            storage,
+            sampler=sampler,
+            writer=writer,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            workers=workers,
+            min_size=min_size,
+            limiter=limiter,
+            transform=transform,
+            collate_fn=collate_fn,
+            device=device,
+            pin_memory=pin_memory,
+            generator=generator,
+        )
+        self._sampler, self._writer, self._generator = config.sampler, config.writer, config.generator
+        self._batch_size, self._prefetch, self._workers = config.batch_size, config.prefetch, config.workers
         self._storage = storage
         # Those in line, those being made, and those that consumers work on.
         storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
-        self._table = Table(storage, self._writer, self._sampler, self._generator, min_size)
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
-        collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
+        self._table = Table(storage, self._writer, self._sampler, config.limiter, self._generator)
         chain = TransformChain(
-            collate,
-            _listed(transform),
+            config.collate,
+            config.transforms,
             foreign_collate=collate_fn is not None,
-            device=device,
-            pin_memory=pin_memory,
+            device=config.device,
+            pin_memory=config.pin_memory,
         )
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
+        admission = self._admission = Admission(self._table) if config.limiter.holds_writers else None
         prefetching = Prefetch(
             self._table,
             chain,
@@ -133,6 +136,8 @@ class ReplayBuffer(SnapshotMethods):
             batch_size=self._batch_size,
             depth=self._prefetch,
             workers=self._workers,
+            refuse=() if admission is None else (admission.refuse,),
+            went_on=None if admission is None else admission.changed,
         )
         self._queues = prefetching.queues
         self._drawer = prefetching.drawer
@@ -140,22 +145,13 @@ class ReplayBuffer(SnapshotMethods):
         self._pipeline = prefetching.pipeline
         self._standstill = prefetching.standstill
         self._background = prefetching.background
+        self._writes = WritePath(
+            self._table, self._gate, self._threads, admission, self._life, self._drawer, self._background.fail
+        )
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
         self._snapshots = Snapshotter(state, self._standstill, self._gate)
         self._freezer = self._snapshots.freezer
-        self._arguments = {
-            "storage": storage,
-            "sampler": self._sampler,
-            "writer": self._writer,
-            "batch_size": batch_size,
-            "prefetch": prefetch,
-            "workers": workers,
-            "min_size": min_size,
-            "transform": list(chain.transforms),
-            "collate_fn": collate_fn,
-            "device": device,
-            "pin_memory": pin_memory,
-        }
+        self._arguments = config.arguments
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -216,6 +212,8 @@ class ReplayBuffer(SnapshotMethods):
         """Close a buffer whose event loop was closed under it."""
         if self._life.is_orphaned:
             self._background.abandon()
+            if self._admission is not None:
+                self._admission.forget()
         self._standstill.abandon()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
@@ -247,7 +245,9 @@ class ReplayBuffer(SnapshotMethods):
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
         """
-        return await self._write(self._storage.prepare, items)
+        await self._turn()
+        placement = await self._writes.write(self._storage.prepare, items)
+        return torch.from_numpy(placement.rows)
 
     async def add(self, item: Any) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
@@ -255,68 +255,23 @@ class ReplayBuffer(SnapshotMethods):
         Returns:
             Its row; None if the writer does not keep it.
         """
-        rows = await self._write(self._storage.prepare_one, item)
-        return int(rows[0]) if len(rows) else None
-
-    async def _write(self, prepare: Callable[[Any], Prepared], items: Any) -> torch.Tensor:
         await self._turn()
-        self._check_writable()
-        prepared = prepare(items)
-        if prepared.nbytes > WRITE_INLINE_BYTES:
-            return await self._write_in_thread(prepared, prepare, items)
-        if self._gate.is_free_for_writes:
-            return self._gate.run_now(self._write_here, prepared)
-        async with self._gate.turn(exclusive=True):
-            return self._write_here(self._confirmed(prepared, prepare, items))
-
-    def _write_here(self, prepared: Prepared) -> torch.Tensor:
-        placement = self._table.place(prepared)
-        self._storage.write(prepared, placement.runs)
-        return self._commit(placement)
-
-    async def _write_in_thread(
-        self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any
-    ) -> torch.Tensor:
-        threads = self._threads
-        async with self._gate.turn(exclusive=True):
-            prepared = self._confirmed(prepared, prepare, items)
-            placement = self._table.place(prepared)
-            copied = threads.copy(self._storage.write, prepared, placement.runs)
-            cancelled = await finish(copied)
-            copied.result()
-            rows = self._commit(placement)
-        if self._life.is_idle:
-            threads.abandon()  # nobody would end them later
-        try:
-            if cancelled is not None:
-                raise cancelled
-        finally:
-            del cancelled
-        return rows
-
-    def _confirmed(self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any) -> Prepared:
-        """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
-        self._check_writable()
-        return prepared if self._storage.is_current(prepared) else prepare(items)
-
-    def _commit(self, placement: Placement) -> torch.Tensor:
-        rows = self._table.commit(placement)
-        self._drawer.table_changed()
-        return rows
-
-    def _check_writable(self) -> None:
-        if self._life.reason is not None and self._life.state is not State.NEW:
-            raise self._life.reason()
-        if self._drawer.finished:
-            raise BufferClosedError("finish() was called: the buffer takes no more items")
+        runs = (await self._writes.write(self._storage.prepare_one, item)).runs
+        return runs[0].row if runs else None
 
     async def finish(self) -> None:
         """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.
 
-        ``extend`` and ``add`` raise from here on. Batches can be had as long as enough items are stored.
+        ``extend`` and ``add`` raise from here on, those that wait too. Batches can be had as long as enough items are
+        stored.
         """
         await self._turn()
-        await self._gate.apply(self._drawer.finish, exclusive=False)
+        await self._gate.apply(self._finish, exclusive=False)
+
+    def _finish(self) -> None:
+        self._drawer.finish()
+        if self._admission is not None:
+            self._admission.refuse(functools.partial(BufferClosedError, "finish() was called: no more items are taken"))
 
     async def empty(self) -> None:
         """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
@@ -327,22 +282,45 @@ class ReplayBuffer(SnapshotMethods):
         self._table.clear()
         self._drawer.flush()
 
-    async def update_priority(self, indices: Any, priority: Any) -> None:
-        """Tell the sampler new priorities; samplers without priorities ignore them.
+    async def remove(self, batch_or_indices: Batch[Any] | Any) -> int:
+        """Remove items before they are overwritten. Their rows are free for the next items.
+
+        Batches that were drawn before still have them. A pass goes on without those that it has not come to.
 
         Args:
-            indices: rows, as in ``batch.indices``: integers ``[n]``.
-            priority: float ``[n]``, or one number for all.
+            batch_or_indices: a batch, of which rows that were replaced since it was drawn are left out; or rows,
+                integers ``[n]``, of which those without an item are left out. Each counts once.
+
+        Returns:
+            How many items were removed.
+
+        Raises:
+            TypeError: the rows are not integers.
+            IndexError: one is not a row of the storage.
+        """
+        await self._turn()
+        return await self._writes.remove(batch_or_indices)
+
+    async def update_priority(self, batch_or_indices: Batch[Any] | Any, priority: Any) -> None:
+        """Tell the sampler new priorities; samplers without priorities ignore them.
+
+        Rows that were replaced or removed since the batch was drawn are left out, and counted in
+        ``stats().stale_priorities``. That needs the batch, or the very tensor ``batch.indices``: it is not known when
+        other rows were drawn.
+
+        Args:
+            batch_or_indices: a batch; or rows, as in ``batch.indices``: integers ``[n]``.
+            priority: float ``[n]``, in the order of the rows, or one number for all.
 
         Raises:
             TypeError, ValueError, IndexError: they do not fit each other or the storage.
         """
         await self._turn()
-        await self._gate.apply(functools.partial(self._table.update_priority, indices, priority), exclusive=False)
+        await self._writes.update_priority(batch_or_indices, priority)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    async def sample(self, batch_size: int | None = None) -> Batch:
+    async def sample(self, batch_size: int | None = None) -> Batch[DataT_co]:
         """Wait for the next batch.
 
         A cancelled call loses nothing: the next one gets the batch. Consumers are served first come, first served.
@@ -370,7 +348,7 @@ class ReplayBuffer(SnapshotMethods):
 
     def _queue(self, batch_size: int | None) -> TicketQueue:
         if batch_size is not None:
-            batch_size = count(batch_size, "batch_size", 1)
+            batch_size = count(batch_size, "batch_size", 1, example=256)
             self._sampler.check(self.capacity, batch_size)
         elif self._pipeline.main_queue is None:
             raise ValueError("batch_size: expected one, because the buffer was made without; found None")
@@ -378,11 +356,11 @@ class ReplayBuffer(SnapshotMethods):
             return self._pipeline.main_queue
         return self._pipeline.queue(batch_size)
 
-    def __aiter__(self) -> BatchStream:
+    def __aiter__(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
         return BatchStream(functools.partial(self._next, None), is_finite=False)
 
-    def epoch(self) -> BatchStream:
+    def epoch(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer.epoch()``: what is left of the pass, or the next pass if none has begun.
 
         Several tasks may iterate over the object together; each batch goes to one of them.
@@ -394,7 +372,7 @@ class ReplayBuffer(SnapshotMethods):
             raise TypeError(f"epoch: expected a sampler with passes, found {type(self._sampler).__name__}")
         return BatchStream(functools.partial(self._next, EpochCursor()), is_finite=True)
 
-    async def _next(self, cursor: EpochCursor | None) -> Batch | None:
+    async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
         """The step of a ``BatchStream``: the next batch, or None at its end."""
         await self._turn()
         queue = self._queue(None)
@@ -430,7 +408,7 @@ class ReplayBuffer(SnapshotMethods):
 
     def __len__(self) -> int:
         """Number of stored items."""
-        return self._writer.size
+        return self._table.size
 
     @property
     def capacity(self) -> int:
@@ -465,18 +443,21 @@ class ReplayBuffer(SnapshotMethods):
             queued=queues.queued,
             in_flight=queues.in_flight,
             waiting_consumers=queues.waiting,
-            waiting_writers=self._gate.waiting_writers,
+            waiting_writers=self._gate.waiting_writers + (0 if self._admission is None else self._admission.waiting),
             peak_queued=counts.peak_queued,
             gather_seconds=fetcher.gather_seconds,
             wait_seconds=counts.wait_seconds,
             retries=counts.retries,
             inline_gathers=fetcher.inline_gathers,
             thread_gathers=fetcher.thread_gathers,
+            stale_priorities=self._table.stale_priorities,
         )
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
         reasons = self._freezer.blocked(self._queues.waiting, self._pipeline.blocked)
+        if self._admission is not None:
+            reasons += self._admission.blocked()
         if reasons:
             return "; ".join(reasons)
         last = self._pipeline.gave_up
@@ -494,7 +475,3 @@ class ReplayBuffer(SnapshotMethods):
 def _one_turn() -> Generator[None, None, None]:
     """``asyncio.sleep(0)``, without the frames around it."""
     yield
-
-
-def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:
-    return [] if transform is None else list(transform) if isinstance(transform, Sequence) else [transform]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self
+
+from asyncbuf._runtime.async_only import NoSyncIteration
+from asyncbuf.batch import DataT_co
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -10,7 +13,7 @@ if TYPE_CHECKING:
     from asyncbuf.batch import Batch
 
 
-class BatchStream:
+class BatchStream(NoSyncIteration, Generic[DataT_co]):
     """Batches of a buffer, for ``async for``. Keeps no batch back, so it may be dropped at any time.
 
     Several tasks may iterate over one stream; each batch goes to one of them.
@@ -21,7 +24,7 @@ class BatchStream:
             on when there are batches again.
     """
 
-    def __init__(self, next_batch: Callable[[], Awaitable[Batch | None]], *, is_finite: bool) -> None:
+    def __init__(self, next_batch: Callable[[], Awaitable[Batch[DataT_co] | None]], *, is_finite: bool) -> None:
         self._next_batch = next_batch
         self._is_finite = is_finite
         self._over = False
@@ -30,7 +33,7 @@ class BatchStream:
         """The stream itself."""
         return self
 
-    async def __anext__(self) -> Batch:
+    async def __anext__(self) -> Batch[DataT_co]:
         """The next batch.
 
         Raises:

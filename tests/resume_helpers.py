@@ -161,7 +161,7 @@ class ThinningWriter(RoundRobinWriter):
 
     def commit(self, placement: Placement, capacity: int) -> None:
         self.offered += placement.offered
-        super().commit(Placement(len(placement.runs), placement.runs), capacity)
+        super().commit(placement, capacity)
 
     def state_dict(self) -> dict[str, Any]:
         return {"ring": super().state_dict(), "offered": self.offered}

@@ -180,7 +180,17 @@ def test_a_circle_is_found(edges: dict[str, set[str]], expected: list[str]) -> N
 
 # Each module is the first of the package that is imported; what belongs to others, as torch, is kept.
 IMPORT_FIRST = """
-import importlib, sys
+import importlib, importlib.machinery, sys
+
+compiled = {}
+compile_source = importlib.machinery.SourceFileLoader.source_to_code
+
+def compile_once(self, data, path):
+    if path not in compiled:
+        compiled[path] = compile_source(self, data, path)
+    return compiled[path]
+
+importlib.machinery.SourceFileLoader.source_to_code = compile_once
 for name in sys.argv[1:]:
     for loaded in [each for each in sys.modules if each.partition(".")[0] == "asyncbuf"]:
         del sys.modules[loaded]

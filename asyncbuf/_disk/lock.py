@@ -66,7 +66,9 @@ class DirectoryLock:
 
     def exclusive(self) -> bool:
         """Whether nobody else is there. If so, nobody enters before ``release``."""
-        for handle in self._handles if fcntl is not None else ():
+        for handle in self._handles:
+            if fcntl is None:
+                break
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

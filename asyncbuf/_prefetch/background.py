@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from asyncbuf._runtime.supervisor import Supervisor, logger
+from asyncbuf._runtime.supervisor import Supervisor, detached, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,6 +64,11 @@ class Background:
     async def closed(self, seconds: float | None = None) -> bool:
         """Wait until no task and no thread is left; whether that was so in time."""
         return self._supervisor is None or await self._supervisor.stopped(seconds)
+
+    def fail(self, error: BaseException) -> None:
+        """End the work with an error, if the buffer is open: everyone that waits is told."""
+        if self._life.reason is None:
+            self._ending.crash(detached(error))
 
     def abandon(self) -> None:
         """The event loop was closed while the buffer was open: start over with the tickets that are there."""

@@ -10,7 +10,7 @@ from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 from asyncbuf.batch import Batch, Draw, Ticket, batch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueue, TicketQueues, Waiter
@@ -28,6 +28,7 @@ class Drawer:
         queues: where tickets go.
         fetcher: makes them into batches.
         lifecycle: that of the buffer; nothing is drawn while it is not open.
+        went_on: called after each draw and each change of the table; None if nobody waits for that.
 
     Attributes:
         finished: whether no more items will come.
@@ -40,6 +41,7 @@ class Drawer:
         queues: TicketQueues,
         fetcher: Fetcher,
         lifecycle: Lifecycle,
+        went_on: Callable[[], None] | None = None,
     ) -> None:
         self._table = table
         self._gate = gate
@@ -47,6 +49,7 @@ class Drawer:
         self._fetcher = fetcher
         self._life = lifecycle
         self._counts = queues.counts
+        self._went_on = went_on
         self.finished = False
 
     def finish(self) -> None:
@@ -82,6 +85,8 @@ class Drawer:
                 self.fill(queue)
         if self.finished:
             self._queues.notify_all()
+        if self._went_on is not None:
+            self._went_on()
 
     def fill(self, queue: TicketQueue) -> None:
         queue.error = None
@@ -121,6 +126,8 @@ class Drawer:
         is_urgent = bool(queue.waiters)
         queue.append(entry)
         self._counts.peak_queued = max(self._counts.peak_queued, self._queues.queued)
+        if self._went_on is not None:
+            self._went_on()
         if error is None:
             self._fetcher.make(entry, queue.offload, is_urgent=is_urgent)
         else:
@@ -163,6 +170,8 @@ class Drawer:
         counts.drawn = number + 1
         if not counts.peak_queued or len(self._queues) > 1:
             counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
+        if self._went_on is not None:
+            self._went_on()
         return batch_of(data, number, draw, 0, self._table.write_count)
 
     # -- dropping -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Prefetch:
         depth: how many tickets are drawn ahead of those asked for.
         workers: how many tickets are transformed at once.
         refuse: told why, when nobody will be admitted any more: each ends the waiting of its own.
+        went_on: called after each draw and each change of the table; None if nobody waits for that.
 
     Attributes:
         queues: the tickets that nobody has taken, and the consumers that wait for them.
@@ -56,10 +57,11 @@ class Prefetch:
         depth: int,
         workers: int,
         refuse: Sequence[Callable[[Callable[[], Exception]], None]] = (),
+        went_on: Callable[[], None] | None = None,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
         fetcher = self.fetcher = Fetcher(table.storage, chain, gate, queues, threads, lifecycle)
-        drawer = self.drawer = Drawer(table, gate, queues, fetcher, lifecycle)
+        drawer = self.drawer = Drawer(table, gate, queues, fetcher, lifecycle, went_on)
         pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
         device_step = len(chain.steps) - 1 if chain.delivers else None
         self.standstill = Standstill(pipeline, drawer, queues, fetcher, gate, lifecycle, device_step)

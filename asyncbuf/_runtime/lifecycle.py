@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
-from typing import TYPE_CHECKING
+import os
+import weakref
+from typing import TYPE_CHECKING, cast
 
 from asyncbuf.errors import AsyncBufError, BufferClosedError, BufferFailedError, WrongLoopError
 
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
 
 _NOT_OPEN = "the buffer is not open: use `async with buffer:` or `await buffer.open()` first"
 _CLOSED = "the buffer was closed"
+_INHERITED = (
+    "expected the process that made the buffer, found a child that it was copied into when it was forked: what is done "
+    "here would not be seen there. Make the buffer in the process that uses it, send items to that process through a "
+    "queue or pipe, or hand pickle.dumps(buffer) to a process that goes on with a copy"
+)
 
 
 class State(enum.Enum):
@@ -24,10 +31,18 @@ class State(enum.Enum):
     FAILED = "failed"
     CLOSING = "closing"
     CLOSED = "closed"
+    INHERITED = "inherited by a forked process"
+
+
+# The event loop of another process, which is never the running one.
+_ELSEWHERE = cast("asyncio.AbstractEventLoop", object())
+_ALIVE: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 class Lifecycle:
     """State and reason, shared by all parts of a buffer. Changes nothing but itself.
+
+    In a forked child, that of every buffer becomes INHERITED, and stays so. Nobody has to ask whether a fork happened.
 
     Attributes:
         state: where the buffer is.
@@ -35,12 +50,19 @@ class Lifecycle:
         loop: the event loop that it belongs to; None before it is opened and after it was closed.
     """
 
-    __slots__ = ("loop", "reason", "state")
+    __slots__ = ("__weakref__", "loop", "reason", "state")
 
     def __init__(self) -> None:
         self.state = State.NEW
         self.reason: Callable[[], Exception] | None = functools.partial(BufferClosedError, _NOT_OPEN)
         self.loop: asyncio.AbstractEventLoop | None = None
+        _ALIVE.add(self)
+
+    def inherited(self) -> None:
+        """Any state to INHERITED: the process was forked, and this is the child."""
+        self.state = State.INHERITED
+        self.reason = functools.partial(AsyncBufError, _INHERITED)
+        self.loop = _ELSEWHERE
 
     @property
     def is_idle(self) -> bool:
@@ -50,7 +72,9 @@ class Lifecycle:
     @property
     def is_orphaned(self) -> bool:
         """Whether the event loop was closed while the buffer was open: what waited there will never go on."""
-        return not self.is_idle and self.loop is not None and self.loop.is_closed()
+        if self.is_idle or self.state is State.INHERITED:
+            return False
+        return self.loop is not None and self.loop.is_closed()
 
     def opened(self) -> None:
         """NEW or CLOSED to OPEN.
@@ -59,6 +83,8 @@ class Lifecycle:
             AsyncBufError: it is in another state.
             RuntimeError: no event loop is running; nothing has changed.
         """
+        if self.state is State.INHERITED:
+            raise AsyncBufError(_INHERITED)
         if not self.is_idle:
             raise AsyncBufError(f"open: expected a buffer that is not open, found one that is {self.state.value}")
         self.loop = asyncio.get_running_loop()
@@ -94,7 +120,10 @@ class Lifecycle:
 
         Raises:
             WrongLoopError: it is another one, or none is running.
+            AsyncBufError: it is another process.
         """
+        if self.state is State.INHERITED:
+            raise AsyncBufError(_INHERITED)
         running = asyncio._get_running_loop()
         if self.loop is None or self.loop is running:
             return
@@ -103,3 +132,12 @@ class Lifecycle:
             f"expected the event loop that opened the buffer, {self.loop!r}; found {found} "
             "(asyncio.run_coroutine_threadsafe reaches it from another thread)"
         )
+
+
+def _after_fork() -> None:
+    for life in list(_ALIVE):
+        life.inherited()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

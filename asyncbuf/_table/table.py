@@ -1,4 +1,4 @@
-"""Storage, writer, sampler and generator as one: what items go into, and what tickets are drawn from."""
+"""Storage, writer, sampler, limiter and generator as one: what items go into, and what tickets are drawn from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf.batch import Draw
-from asyncbuf.rows import NotYet
-from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
+from asyncbuf._table import checks
+from asyncbuf._table.limits import Limits
+from asyncbuf._table.ownership import claim
+from asyncbuf._table.row_index import RowIndex
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.rows import NO_COLUMNS, NotYet, WriteEvent
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Answer
-    from asyncbuf.storage import Prepared, Storage
-    from asyncbuf.writer import Placement, Writer
+    from collections.abc import Iterator
 
-_TRUSTED = (RandomSampler, SamplerWithoutReplacement)
+    from asyncbuf.batch import Draw
+    from asyncbuf.limiter import Limiter
+    from asyncbuf.rows import Answer, Int64Array, Placement, Rows
+    from asyncbuf.sampler import Sampler
+    from asyncbuf.storage import Prepared, Storage
+    from asyncbuf.writer import Writer
+
+_UNKNOWN = -1
 
 
 class Table:
@@ -26,144 +34,253 @@ class Table:
         storage: where items live.
         writer: which rows they take.
         sampler: which rows a batch takes.
+        limiter: when items may be written and batches drawn.
         generator: randomness of the draws.
-        min_size: draws begin when this many items are stored.
+
+    Attributes:
+        limits: the limiter and its counters.
+        stale_priorities: number of rows whose priorities came after they were replaced or removed.
+
+    Raises:
+        ValueError: one of the parts belongs to another table.
     """
 
     def __init__(
-        self, storage: Storage, writer: Writer, sampler: Sampler, generator: torch.Generator, min_size: int
+        self, storage: Storage, writer: Writer, sampler: Sampler, limiter: Limiter, generator: torch.Generator
     ) -> None:
+        claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
         self.writer = writer
         self.sampler = sampler
         self.generator = generator
-        self.min_size = min_size
+        self.limits = Limits(limiter)
+        self.stale_priorities = 0
+        self._capacity = storage.capacity
+        self._index = RowIndex(storage.capacity, writer)
         self._rows: Rows | None = None
-        self._tells_sampler = type(sampler).written is not Sampler.written
-        self._checks_draws = type(sampler) not in _TRUSTED
+        # The batch size for which the answer of may_draw is yes until the rows change.
+        self._open_for = _UNKNOWN
+        self._asks_sampler = "may_draw" in sampler.hooks
+        self._answer_holds = not limiter.counts_draws and not (self._asks_sampler and sampler.counts_draws)
+        self._makes_events = not sampler.hooks.isdisjoint(("check_write", "wrote"))
+
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> Rows:
         """What there is to draw from now."""
         rows = self._rows
         if rows is None:
-            rows = self._rows = Rows(self.writer.size, self.storage.capacity, self.writer.write_count)
+            rows = self._rows = self._index.rows(self.writer.write_count)
         return rows
 
-    def changed(self) -> None:
-        """The writer has another state now."""
-        self._rows = None
+    @property
+    def size(self) -> int:
+        """Number of valid rows."""
+        return self._index.size
 
     @property
     def write_count(self) -> int:
         """Number of items ever written."""
-        return self.rows.write_count
+        return self.writer.write_count
 
     @property
     def listens_to_hand_over(self) -> bool:
         """Whether the sampler wants to know which batches consumers got."""
         return "handed_over" in self.sampler.hooks
 
-    def may_draw(self, batch_size: int) -> Answer:
-        """Whether a batch can be drawn now, or what is missing."""
-        if self.rows.size < self.min_size:
-            return NotYet(f"{self.rows.size} of at least {self.min_size} items are stored")
-        return self.sampler.may_draw(self.rows, batch_size)
+    def changed(self) -> None:
+        """Rows, priorities or the state of a part are other than before."""
+        self._rows = None
+        self._open_for = _UNKNOWN
 
-    def handed_over(self, draw: Draw, write_count: int) -> None:
-        """A consumer has got the batch of a draw."""
-        self.sampler.handed_over(draw)
+    def replaced(self, rows: Int64Array, write_count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which rows were removed or got another item since so many items had been written: bool ``[rows]``."""
+        gone = ~self._index.contains(rows)
+        gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
+        return gone
 
-    def dropped(self, draw: Draw) -> None:
-        """Nobody gets the batch of a draw."""
-        self.sampler.dropped(draw)
+    # -- writing ------------------------------------------------------------------------------------------------------
 
-    def place(self, prepared: Prepared) -> Placement:
-        """Choose the rows for prepared items, and tell the sampler.
+    def place(self, count: int) -> Placement:
+        """Choose rows for so many items. Changes nothing.
 
-        The sampler is told before the rows are overwritten: if it raises, nothing has happened yet.
+        Raises:
+            TypeError, IndexError, ValueError: a writer returned something else than different rows of the storage.
         """
-        placement = self.writer.place(prepared.count, self.storage.capacity)
-        if self._tells_sampler:
-            before = self.writer.state_dict()
-            self.writer.commit(placement, self.storage.capacity)
-            self.changed()
-            try:
-                self.sampler.written(_rows_of(placement), self.rows)
-            finally:
-                self.writer.load_state_dict(before)
-                self.changed()
+        placement = self.writer.place(count, self._capacity)
+        if not self.writer.trusted:
+            checks.placement(placement, count, self._capacity, type(self.writer).__name__)
         return placement
 
-    def commit(self, placement: Placement) -> torch.Tensor:
-        """Make rows valid that were written: int64 ``[kept items]``, in the order of the items."""
-        self.writer.commit(placement, self.storage.capacity)
+    def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent | None:
+        """Ask the sampler whether items may be written. Changes nothing; an error refuses them.
+
+        Returns:
+            What the sampler is told when they are written; None if it does not listen.
+        """
+        if not self._makes_events:
+            return None
+        sampler, first = self.sampler, self.writer.write_count
+        columns = self.storage.columns(prepared, sampler.columns) if sampler.columns else NO_COLUMNS
+        event = WriteEvent(placement, first, self.rows, columns)
+        if "check_write" in sampler.hooks:
+            event.table = self._index.rows_after(placement, first + placement.offered)
+            sampler.check_write(event)
+        return event
+
+    def commit(self, placement: Placement) -> None:
+        """Make rows valid that were written."""
+        first = self.writer.write_count
+        self.writer.commit(placement, self._capacity)
+        if not self.writer.trusted:
+            checks.write_count(self.writer.write_count, first + placement.offered, type(self.writer).__name__)
+        self._index.wrote(placement, first)
         self.changed()
-        return _rows_of(placement)
+
+    def wrote(self, placement: Placement, event: WriteEvent | None) -> None:
+        """Tell the sampler of rows that were written. An error leaves it in a state that does not go with the rows."""
+        if event is not None:
+            event.table = self.rows
+            if "wrote" in self.sampler.hooks:
+                self.sampler.wrote(event)
+        if "written" in self.sampler.hooks:
+            self.sampler.written(torch.from_numpy(placement.rows), self.rows)
+
+    def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
+        """Remove rows: how many left. An error leaves a part in a state that does not go with the rows.
+
+        Args:
+            rows: rows of the storage; those that are not valid are left out.
+            write_count: number of items written when they were drawn: those that were replaced since are left out.
+        """
+        _, firsts = np.unique(rows, return_index=True)
+        rows = rows[np.sort(firsts)]  # each once, in the order in which they were given
+        rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
+        if not len(rows):
+            return 0
+        self._index.remove(rows)
+        self.changed()
+        self.writer.removed(torch.from_numpy(rows.copy()), self._capacity)
+        self.storage.release(torch.from_numpy(rows.copy()))
+        if "removed" in self.sampler.hooks:
+            self.sampler.removed(torch.from_numpy(rows), self.rows)
+        return len(rows)
+
+    def clear(self) -> None:
+        """Forget every item."""
+        self.storage.clear()
+        self.writer.clear()
+        self._index.clear()
+        self.changed()
+        self.sampler.clear()
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def may_draw(self, batch_size: int) -> Answer:
+        """Whether a batch can be drawn now, or what is missing."""
+        if batch_size == self._open_for:
+            return True
+        rows = self.rows
+        answer = self.limits.may_draw(rows, batch_size)
+        if answer and self._asks_sampler:
+            answer = self.sampler.may_draw(rows, batch_size)
+        if answer and not rows.size:
+            answer = NotYet("no item is stored")
+        if answer and self._answer_holds:
+            self._open_for = batch_size
+        return answer
 
     def draw(self, batch_size: int) -> Draw:
         """Ask the sampler.
 
         Raises:
             ValueError: the sampler says that there is no such batch.
-            TypeError, IndexError: a sampler returned something else than rows of the storage.
+            TypeError, IndexError: a sampler returned something else than valid rows.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):
                 return self.draw(batch_size)
-        draw = self.sampler.draw(self.rows, batch_size, self.generator)
-        if self._checks_draws:
-            _check(draw, self.rows.size, type(self.sampler).__name__)
+        sampler, limits = self.sampler, self.limits
+        draw = sampler.draw(self.rows, batch_size, self.generator)
+        if not sampler.trusted:
+            checks.draw(draw, self.rows, type(sampler).__name__)
+        limits.drawn += 1
+        # Of the samplers that are trusted, only those with passes give fewer rows than were asked for.
+        limits.drawn_items += batch_size if draw.epoch is None and sampler.trusted else draw.indices.numel()
         return draw
 
-    def update_priority(self, indices: Any, priority: Any) -> None:
+    def handed_over(self, draw: Draw, write_count: int) -> int:
+        """A consumer has got the batch of a draw. In an exclusive turn: rows may leave.
+
+        Args:
+            draw: the draw.
+            write_count: number of items written when it was drawn.
+
+        Returns:
+            How many rows left.
+        """
+        leaving = self.sampler.handed_over(draw)
+        if leaving is None:
+            return 0
+        return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
+
+    def dropped(self, draw: Draw) -> None:
+        """Nobody gets the batch of a draw."""
+        self.sampler.dropped(draw)
+
+    def update_priority(
+        self, indices: Any, priority: Any, write_count: int | None = None, *, is_batch: bool = False
+    ) -> None:
         """Forward new priorities to the sampler.
+
+        Args:
+            indices: rows, integers ``[n]``.
+            priority: float ``[n]``, or one number for all.
+            write_count: number of items written when the rows were drawn: those that were replaced since are left out.
+            is_batch: whether the rows are those of a batch, so that an array must have as many priorities.
 
         Raises:
             TypeError: the indices are not integers.
             ValueError: indices and priorities differ in number, or a priority is not finite.
             IndexError: an index is not a row of the storage.
         """
-        where = torch.as_tensor(indices, device="cpu").detach().reshape(-1)
-        value = torch.as_tensor(priority, device="cpu").detach().reshape(-1)
-        if where.numel() == 0 and value.numel() == 0:
-            return
-        if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:
-            raise TypeError(f"indices: expected integers, found {where.dtype}")
-        if value.numel() == 1 and where.numel() != 1:
-            value = value.expand_as(where)
-        if where.shape != value.shape:
-            raise ValueError(f"priority: expected {where.numel()} values, one per index, found {value.numel()}")
-        if not torch.isfinite(value).all():
-            raise ValueError("priority: expected finite values, found nan or infinity")
-        _check_range(where, self.storage.capacity, "indices")
-        self.sampler.update_priority(where.to(torch.int64), value, self.rows)
+        rows = checks.row_numbers(indices, self._capacity, "indices")
+        value = checks.priorities(priority, len(rows), is_batch=is_batch)
+        if write_count is not None:
+            fresh = ~self.replaced(rows, write_count)
+            self.stale_priorities += len(rows) - int(np.count_nonzero(fresh))
+            rows, value = rows[fresh], value[torch.from_numpy(fresh)]
+        if len(rows):
+            self.sampler.update_priority(torch.from_numpy(rows), value, self.rows)
+            self.changed()
 
-    def clear(self) -> None:
-        """Forget every item."""
-        self.storage.clear()
-        self.writer.clear()
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def components(self) -> Iterator[tuple[str, Any]]:
+        """Every part with a state, by name, in the order in which states are loaded.
+
+        Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
+        Older checkpoints lack rows and limiter: those are then as in a new table.
+        """
+        yield "writer", self.writer
+        yield "rows", self._index
+        yield "limiter", self.limits
+        yield "sampler", self.sampler
+
+    def verify(self, stored: int) -> None:
+        """Refuse states that were just loaded and do not go with each other.
+
+        Args:
+            stored: number of rows that the storage has.
+
+        Raises:
+            CheckpointCorruptError: they contradict each other.
+        """
         self.changed()
-        self.sampler.clear()
-
-
-def _rows_of(placement: Placement) -> torch.Tensor:
-    # By numpy, whose calls for a few rows take half the time.
-    runs = [np.arange(run.row, run.row + run.count, dtype=np.int64) for run in placement.runs]
-    return torch.from_numpy(runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs]))
-
-
-def _check(draw: Draw, size: int, name: str) -> None:
-    if not isinstance(draw, Draw):
-        raise TypeError(f"{name}.draw: expected a Draw, found {type(draw).__name__}")
-    indices = draw.indices
-    if not isinstance(indices, torch.Tensor) or indices.dtype is not torch.int64 or indices.ndim != 1:
-        raise TypeError(f"{name}.draw: expected indices as an int64 tensor with one axis, found {indices!r}")
-    if indices.numel() == 0:
-        raise IndexError(f"{name}.draw: expected at least one index, found none")
-    _check_range(indices, size, f"{name}.draw")
-
-
-def _check_range(indices: torch.Tensor, size: int, name: str) -> None:
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= size):
-        raise IndexError(f"{name}: expected rows 0 to {size - 1}, found {int(indices.min())} to {int(indices.max())}")
+        if (highest := self._index.highest()) >= stored:
+            raise CheckpointCorruptError(
+                f"writer: expected a size of at most {stored}, the rows in storage, found {highest + 1}"
+            )
+        for _, part in self.components():
+            part.verify(self.rows)

@@ -124,9 +124,11 @@ class BufferState:
         self.table = table
         self.config = config
         self.steps = len(chain.steps)
-        exchangeable = [("writer", table.writer), ("sampler", table.sampler)]
         self.parts: list[Part] = [
-            *(Part(name, part, {name: type(part).__name__}) for name, part in exchangeable),
+            *(
+                Part(name, part, {name: type(part).__name__} if name in _ALWAYS_SAVED else {})
+                for name, part in table.components()
+            ),
             _Transforms(chain),
             _Generator(table.generator),
         ]
@@ -253,11 +255,5 @@ class RestorePlan:
     def _verified(self) -> Tickets:
         """The tickets, if they, the rows and the states of the parts go together."""
         table = self._live.table
-        table.changed()
-        there_are = table.storage.capacity if self._row_count is None else self._row_count
-        if table.writer.size > there_are:
-            raise CheckpointCorruptError(
-                f"writer: expected a size of at most {there_are}, the rows in storage, found {table.writer.size}"
-            )
-        table.sampler.verify(table.rows)
+        table.verify(table.storage.capacity if self._row_count is None else self._row_count)
         return self.tickets.drawn_from(table.writer.write_count)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._disk.directory import CheckpointWriter, absolute, is_checkpoint, remove, sweep
+from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint.components import Captured, capture, is_stateful
 from asyncbuf.checkpoint.freeze import is_within_any
@@ -41,7 +42,7 @@ _LISTINGS = 5
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ARGUMENTS = {"step", "rng", "timeout", "elastic", "partial"}
 
-logger = logging.getLogger("asyncbuf")
+_logger = logging.getLogger("asyncbuf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class RestoredCheckpoint:
     step: int
     path: Path
     values: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """One short line, without the values of tensors."""
+        return f"RestoredCheckpoint(step={self.step}, path={str(self.path)!r}, values={summary(self.values)})"
 
 
 class Checkpointer:
@@ -168,7 +173,7 @@ class Checkpointer:
             try:
                 remove(path)
             except OSError as error:
-                logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+                _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

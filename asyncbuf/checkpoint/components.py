@@ -100,7 +100,7 @@ def _captured(name: str, part: Any) -> Captured:
     stateful = is_stateful(part)
     document, tensors = split(state_of(part, name) if stateful else encode(part, name))
     devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+    copied: list[Any] = [torch.cuda.current_stream(device).record_event() for device in devices]
     return Captured(OBJECT if stateful else VALUE, None, document, tensors, copied)
 
 

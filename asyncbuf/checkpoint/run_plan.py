@@ -30,7 +30,7 @@ RNG = "rng"
 _SETTLE_SECONDS = 10.0
 _WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
 
-logger = logging.getLogger("asyncbuf")
+_logger = logging.getLogger("asyncbuf")
 
 
 class RunPlan:
@@ -235,5 +235,5 @@ def _put_back(before: Sequence[Target]) -> list[str]:
             target.part.load_state_dict(target.loadable())
         except Exception as error:
             notes.append(f"{target.name}: expected that it takes back its own state, found {error!r}")
-            logger.exception("%s did not take back the state that it had before", target.name)
+            _logger.exception("%s did not take back the state that it had before", target.name)
     return notes

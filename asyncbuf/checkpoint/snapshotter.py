@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._runtime.threads import in_thread
@@ -113,7 +112,10 @@ class Snapshotter:
     async def _complete(self, complete: Complete, loan: Loan) -> Snapshot:
         """Let a thread copy the tickets. Each may be handed over as soon as it is copied."""
         loop = asyncio.get_running_loop()
-        copied = functools.partial(loop.call_soon_threadsafe, self._standstill.give_back, loan, 1)
+
+        def copied() -> None:
+            loop.call_soon_threadsafe(self._standstill.give_back, loan, 1)
+
         try:
             return await in_thread(complete, copied)
         finally:
@@ -146,9 +148,16 @@ class Snapshotter:
 
     def pickled(self) -> dict[str, Any]:
         """What is not in the arguments of the buffer, for ``unpickle``; called while it stands still."""
-        return {"tickets": self._standstill.capture().cloned(), "fresh": self._state.fresh}
+        state = self._state
+        # Storage, writer and sampler are pickled themselves.
+        parts = {part.name: part.capture() for part in state.parts if part.name in state.fresh}
+        return {"tickets": self._standstill.capture().cloned(), "fresh": state.fresh, "parts": parts}
 
     def unpickle(self, state: dict[str, Any]) -> None:
         """Go on where the pickled buffer was."""
         self._state.fresh = state["fresh"]
+        for part in self._state.parts:
+            if part.name in state["parts"]:
+                part.load(part.read(state["parts"][part.name]))
+        self._state.table.changed()
         self._standstill.restore(state["tickets"])

@@ -212,6 +212,9 @@ class Storage(ABC):
         """How many rows are in what ``freeze`` gave out; None if that cannot be told."""
         return None
 
+    def release(self, rows: torch.Tensor) -> None:
+        """Rows were removed, int64 ``[rows]``: what is in them is not gathered again, and may be let go."""
+
     @abstractmethod
     def clear(self) -> None:
         """Forget every item. The structure of an item stays known."""

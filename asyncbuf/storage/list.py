@@ -14,6 +14,7 @@ from asyncbuf._plain import tree
 from asyncbuf._plain.codec import cloned, decode, encode, join, split
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage.base import Prepared, Storage
+from asyncbuf.storage.columns import of_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,15 @@ class ListStorage(Storage):
         for run in runs:
             self._items.extend([None] * (run.row - len(self._items)))
             self._items[run.row : run.row + run.count] = prepared.payload[run.item : run.item + run.count]
+
+    def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Leaves of items: arrays ``[items, *leaf]`` by path."""
+        return of_items(prepared.payload, paths)
+
+    def release(self, rows: torch.Tensor) -> None:
+        """Let removed items go."""
+        for row in rows.tolist():
+            self._items[row] = None
 
     def gather(self, indices: torch.Tensor) -> list[Any]:
         """The items themselves, in a list."""

@@ -17,9 +17,12 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from asyncbuf.storage.layout import Layout, Records
+    from asyncbuf.storage.layout import Group, Layout, Records
+    from asyncbuf.storage.leaf import Field
+
+    Takes = Sequence[Callable[..., object]]
 
 # For how many batch sizes slots are kept.
 _SIZES = 4
@@ -30,48 +33,66 @@ class Slot:
 
     Args:
         plan: how rows lie in memory.
+        fields: what lies there.
         count: number of rows.
         contiguous: whether each field gets memory of its own, without a stride along the batch axis.
 
     Attributes:
+        out: records without fields, one array per block: where rows are gathered.
+        copies: memory that is to be filled from the records then, and the place in them: ``(to, from)``.
+        views: one array of bits per field, ``[count, *item]``.
         unseen: reference counts of the views while nobody can see the memory.
     """
 
-    __slots__ = ("_copies", "_out", "_views", "unseen")
+    __slots__ = ("copies", "out", "unseen", "views")
 
-    def __init__(self, plan: Layout, count: int, *, contiguous: bool) -> None:
+    def __init__(self, plan: Layout, fields: Sequence[Field], count: int, *, contiguous: bool) -> None:
         records = [np.empty(count, record) for record in plan.records]
-        self._out = [*map(np.ndarray.view, records, plan.opaque)]
-        packed = self._views = [records[place.block][place.name] for place in plan.places]
-        if contiguous:
-            # A field with a block of its own is dense as it is.
-            self._views = [view if view.flags.c_contiguous else np.empty(view.shape, view.dtype) for view in packed]
-        self._copies = [(dense, view) for dense, view in zip(self._views, packed, strict=True) if dense is not view]
-        del packed
+        self.out = [*map(np.ndarray.view, records, plan.opaque)]
+        # A field with a block of its own is dense as it is.
+        self.views = [records[place.block][place.name] for place in plan.places]
+        self.copies = []
+        if contiguous and count:
+            self.copies = [_moved_out(group, records[group.block], fields, self.views) for group in plan.groups]
         self.unseen = self.seen()
 
     def seen(self) -> list[int]:
         """Reference counts of the views now."""
-        return [*map(getrefcount, self._views)]
+        return [*map(getrefcount, self.views)]
 
-    def copy(self, blocks: Sequence[Records], indices: np.ndarray[Any, Any], part: slice | None = None) -> None:
-        """Copy rows into the memory.
+    def fill(self, takes: Takes, indices: np.ndarray[Any, Any], part: slice) -> None:
+        """Copy rows into a part of the memory.
 
         Args:
-            blocks: the rows, as records without fields.
-            indices: which of them.
-            part: where in the memory they go; None if they fill it.
+            takes: ``take`` of the rows of each block, as records without fields.
+            indices: which rows.
+            part: where in the memory they go.
         """
-        for i, out in enumerate(self._out if part is None else [out[part] for out in self._out]):
-            # "clip", since the indices are in range: "raise" would go through a second buffer.
-            blocks[i].take(indices, None, out, "clip")
-        for dense, packed in self._copies:
-            where = ... if part is None else part
-            dense[where] = packed[where]
+        for take, out in zip(takes, self.out, strict=True):
+            take(indices, None, out[part], "clip")
+        for dense, packed in self.copies:
+            dense[..., part] = packed[..., part]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """One tensor of bits for each field, over the memory, once all rows are there."""
-        return [*map(torch.from_numpy, self._views)]
+
+def _moved_out(
+    group: Group, records: Records, fields: Sequence[Field], views: list[np.ndarray[Any, Any]]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Give the fields of a group dense memory, and put views of it in place of those of the records.
+
+    As bytes without a meaning: numpy copies a small field in one go then, and fields of a size all at once.
+
+    Returns:
+        The dense memory and the place in the records that is to be copied there: both ``[fields, count]``, or
+        ``[count]`` for one field, which costs half as much.
+    """
+    shape, element = (len(group.members), len(records)), np.dtype((np.void, group.nbytes))
+    packed: np.ndarray[Any, Any] = np.ndarray(
+        shape, element, records, group.offset, (group.nbytes, records.dtype.itemsize)
+    )
+    dense = np.empty(shape, element)
+    for memory, i in zip(dense, group.members, strict=True):
+        views[i] = memory.view(fields[i].bits).reshape(views[i].shape)
+    return (dense, packed) if len(group.members) > 1 else (dense[0], packed[0])
 
 
 class Slots:
@@ -82,14 +103,16 @@ class Slots:
 
     Args:
         plan: how rows lie in memory.
+        fields: what lies there.
         contiguous: as in ``Slot``.
 
     Attributes:
         most: how many slots of a batch size are kept.
     """
 
-    def __init__(self, plan: Layout, *, contiguous: bool) -> None:
+    def __init__(self, plan: Layout, fields: Sequence[Field], *, contiguous: bool) -> None:
         self._plan = plan
+        self._fields = fields
         self._contiguous = contiguous
         self._slots: dict[int, deque[Slot]] = {}
         self.most = 0
@@ -106,18 +129,35 @@ class Slots:
         except IndexError:
             pass
         else:
-            if slot.seen() == slot.unseen:
+            if [*map(getrefcount, slot.views)] == slot.unseen:
                 return slot
             slots.appendleft(slot)
-        return Slot(self._plan, count, contiguous=self._contiguous)
+        return Slot(self._plan, self._fields, count, contiguous=self._contiguous)
 
-    def put(self, slot: Slot, count: int) -> None:
-        """A slot is in use now, and may be free one day."""
+    def gather(self, takes: Takes, indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """Copy rows into a slot; otherwise as ``Slot.fill`` and ``put``."""
+        count = len(indices)
+        slot = self.take(count)
+        for take, out in zip(takes, slot.out):  # noqa: B905 (they are as many, and this runs for every batch)
+            # "clip", since the indices are in range: "raise" would go through a second buffer.
+            take(indices, None, out, "clip")
+        for dense, packed in slot.copies:
+            dense[...] = packed
+        return self.put(slot, count)
+
+    def put(self, slot: Slot, count: int) -> list[torch.Tensor]:
+        """Put a slot into use, once all its rows are there; it may be free again one day.
+
+        Returns:
+            One tensor of bits for each field, over the memory of the slot.
+        """
+        tensors = [*map(torch.from_numpy, slot.views)]
         slots = self._slots.get(count)
         if slots is not None:
             slots.append(slot)
             if len(slots) > self.most:
                 slots.popleft()
+        return tensors
 
     def _of_another_size(self, count: int) -> deque[Slot]:
         for size in list(self._slots)[: 1 - _SIZES]:

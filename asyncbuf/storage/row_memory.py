@@ -14,7 +14,7 @@ from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
 from asyncbuf.storage.leaf import Field, as_bits
-from asyncbuf.storage.recycling import Slot, Slots
+from asyncbuf.storage.recycling import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +36,15 @@ class RowMemory:
         contiguous: whether the fields of a batch have no stride along the batch axis.
     """
 
-    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...], *, contiguous: bool = False) -> None:
+    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...], *, contiguous: bool) -> None:
         self.spec = spec
         self.fields = fields
-        self.layout = layout.plan(fields)
+        self.layout = layout.plan(fields, layout.PACKED_DENSE_BYTES if contiguous else layout.PACKED_FIELD_BYTES)
         self.blocks = [layout.allocate(capacity, record) for record in self.layout.records]
-        self._opaque = [*map(np.ndarray.view, self.blocks, self.layout.opaque)]
+        self._takes = [block.view(opaque).take for block, opaque in zip(self.blocks, self.layout.opaque, strict=True)]
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
-        self.slots = Slots(self.layout, contiguous=contiguous)
+        self.slots = Slots(self.layout, fields, contiguous=contiguous)
         # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
         self.flat_keys = flat_keys(spec)
         self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
@@ -53,10 +53,7 @@ class RowMemory:
 
     def gather(self, indices: np.ndarray[Any, Any]) -> Any:
         """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
-        count = len(indices)
-        slot = self.slots.take(count)
-        slot.copy(self._opaque, indices)
-        return self._batch(slot, count)
+        return self._tree(self.slots.gather(self._takes, indices), len(indices))
 
     def gather_in_parts(
         self, indices: np.ndarray[Any, Any], parts: int
@@ -66,12 +63,10 @@ class RowMemory:
         slot = self.slots.take(count)
         size = -(-count // parts)
         places = [slice(start, start + size) for start in range(0, count, size)]
-        copies = [functools.partial(slot.copy, self._opaque, indices[part], part) for part in places]
-        return copies, functools.partial(self._batch, slot, count)
+        copies = [functools.partial(slot.fill, self._takes, indices[part], part) for part in places]
+        return copies, lambda: self._tree(self.slots.put(slot, count), count)
 
-    def _batch(self, slot: Slot, count: int) -> Any:
-        leaves = slot.tensors()
-        self.slots.put(slot, count)
+    def _tree(self, leaves: list[torch.Tensor], count: int) -> Any:
         for i, field in self._carried:
             leaves[i] = field.typed(leaves[i])
         if self.flat_keys is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncbuf import SamplerWithoutReplacement
 from tests.buffer.helpers import make
-from tests.helpers import rows, seeded, within
+from tests.helpers import Crew, rows, seeded, turns, within
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -107,14 +107,16 @@ async def test_many_other_sizes_do_not_slow_the_buffer_down() -> None:
 
 async def test_a_size_larger_than_a_pass() -> None:
     buffer = make(sampler=SamplerWithoutReplacement(drop_last=True), prefetch=1)
-    async with buffer:
+    async with buffer, Crew() as crew:
         await buffer.extend(rows(3))
-        with pytest.raises(ValueError, match=r"expected at most 3, the rows of a pass, because of drop_last; found 4"):
-            await within(buffer.sample())
+        waiting = crew.start(buffer.sample())
+        await turns()
+        assert not waiting.done()
+        assert "3 of the 4 rows of a batch are stored" in buffer.why_blocked()
         with pytest.raises(ValueError, match=r"expected at most the capacity 100"):
             await within(buffer.sample(101))
         await buffer.extend(rows(3, 3))
-        assert len(await within(buffer.sample())) == 4
+        assert len(await within(waiting)) == 4
         assert len(await within(buffer.sample(6))) == 6
 
 

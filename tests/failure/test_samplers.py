@@ -18,6 +18,7 @@ from asyncbuf import (
     Rows,
     SamplerWithoutReplacement,
     TensorStorage,
+    WriteEvent,
 )
 from tests.failure.helpers import AT_ONCE, Interrupt, in_order
 from tests.helpers import (
@@ -114,11 +115,11 @@ async def test_a_sampler_that_returns_something_else(draw: Callable[[], Any], ki
         assert (await within(buffer.sample())).number == 0
 
 
-async def test_a_sampler_that_fails_when_told_of_a_write() -> None:
+async def test_a_sampler_that_refuses_a_write() -> None:
     class Deaf(RandomSampler):
         fails = False
 
-        def written(self, indices: torch.Tensor, rows: Rows) -> None:
+        def check_write(self, event: WriteEvent) -> None:
             if self.fails:
                 raise LookupError("deaf")
 
@@ -141,7 +142,7 @@ async def test_a_refused_write_leaves_the_rows_of_a_full_ring() -> None:
     class Deaf(SamplerWithoutReplacement):
         fails = False
 
-        def written(self, indices: torch.Tensor, rows: Rows) -> None:
+        def check_write(self, event: WriteEvent) -> None:
             if self.fails:
                 raise LookupError("deaf")
 
