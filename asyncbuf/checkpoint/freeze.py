@@ -267,8 +267,9 @@ class Freezer:
     @asynccontextmanager
     async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:
         """``asyncio.timeout(left)``, with words."""
+        scope = asyncio.timeout(left)
         try:
-            async with asyncio.timeout(left) as scope:
+            async with scope:
                 yield
         except TimeoutError:
             if not scope.expired():
