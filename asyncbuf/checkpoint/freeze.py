@@ -95,8 +95,8 @@ class Freeze:
         let_go: Callable[[], None],
         hold: float | None,
     ) -> None:
-        self.state = FreezeState.HELD
-        self.mark = _Mark()
+        self.state: FreezeState = FreezeState.HELD
+        self._mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold
@@ -114,12 +114,12 @@ class Freeze:
     @property
     def is_within(self) -> bool:
         """Whether the caller is within."""
-        return self.is_held and self.mark in _within.get()
+        return self.is_held and self._mark in _within.get()
 
     def enter_context(self) -> None:
         """Let the caller, and the tasks that it starts from now on, be within."""
-        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self.mark]
-        _within.set((*marks, self.mark))
+        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self._mark]
+        _within.set((*marks, self._mark))
 
     def capture(self) -> Awaitable[Snapshot]:
         """Take a snapshot in this very step. It may be awaited after the release.
@@ -169,7 +169,7 @@ class Freeze:
         if getattr(self, "state", None) is not FreezeState.HELD:
             return
         self.state = FreezeState.EXPIRED
-        self.mark.is_over = True
+        self._mark.is_over = True
         if self._loop.is_closed():
             self._let_go()
             return
@@ -199,7 +199,7 @@ class Freeze:
         if self.state is not FreezeState.HELD:
             return
         self.state = state
-        self.mark.is_over = True
+        self._mark.is_over = True
         if self._timer is not None:
             self._timer.cancel()
         self._let_go()
@@ -279,7 +279,7 @@ class Freezer:
             ) from None
 
     def let_go(self, standing: Standing) -> None:
-        """End a standstill, as far as it has come; to be called once."""
+        """End a standstill, as far as it has come; to be called once, or again after its event loop was closed."""
         if self._holder is standing:
             self._holder = self.frozen = None
         try:
@@ -288,6 +288,12 @@ class Freezer:
         finally:
             if standing.hold is not None:
                 self._standstill.release(standing.hold)
+
+    def recover(self) -> None:
+        """End a standstill whose event loop was closed: nobody else can."""
+        holder = self._holder
+        if holder is not None and holder.hold is not None and holder.hold.loop.is_closed():
+            self.let_go(holder)
 
     @property
     def held_by(self) -> str | None:
