@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from asyncbuf import AsyncBufError, FreezeState, ReplayBuffer, WrongLoopError
+from asyncbuf._prefetch.queue import Stage
+from asyncbuf._prefetch.tickets import SavedTicket
 from asyncbuf.testing import difference
 from tests.helpers import SECONDS, CountingTransform, Crew, Stop, ThreadedStorage, outcomes, turns, until, within
 from tests.resume_helpers import check_stream, items_of, late, take
@@ -379,3 +381,37 @@ async def test_captures_that_nobody_awaits_keep_no_batch_back() -> None:
         await asyncio.wait({first, second})
         assert first.cancelled()
         assert buffer.stats().in_flight == 0
+
+
+async def test_a_batch_is_handed_over_as_soon_as_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop()
+    plain = SavedTicket.plain
+
+    def stops_at_the_second(self: SavedTicket) -> dict[str, Any]:
+        if self.ticket.number == 2:
+            stop()
+        return plain(self)
+
+    monkeypatch.setattr(SavedTicket, "plain", stops_at_the_second)
+    async with await filled(transform=late, prefetch=3) as buffer, Crew() as crew:
+        await buffer.sample()
+        with await buffer.freeze() as handle:
+            expected = handle.capture()
+        await stop.come.reached()
+        await until(lambda: [entry.stage for entry in buffer._queues.entries] == [Stage.READY, *[Stage.LENT] * 2])
+        first, second = crew.start(buffer.sample()), crew.start(buffer.sample())
+        (await within(first))["wide"].zero_()
+        await turns(50)
+        assert not second.done()
+        assert "wait for batch 2: it is a batch, which a snapshot copies first" in buffer.why_blocked()
+        again = crew.start(buffer.snapshot())  # of batches that are lent already
+        await buffer.flush()
+        await turns(50)
+        stop.go.set()
+        (await within(second))["wide"].zero_()
+        state = (await within(expected)).state_dict()
+        await within(again)
+        assert [entry["number"] for entry in state["prefetch"]["queue"]] == [1, 2, 3]
+    async with buffer_with(transform=late, prefetch=3, seed=9) as target:
+        await target.load_state_dict(state)
+        assert all(bool(batch["wide"].any()) for batch in await take(target, 3))
