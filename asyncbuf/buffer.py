@@ -143,13 +143,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._drawer = prefetching.drawer
         self._fetcher = prefetching.fetcher
         self._pipeline = prefetching.pipeline
-        self._standstill = prefetching.standstill
         self._background = prefetching.background
         self._writes = WritePath(
             self._table, self._gate, self._threads, admission, self._life, self._drawer, self._background.fail
         )
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
-        self._snapshots = Snapshotter(state, self._standstill, self._gate)
+        self._snapshots = Snapshotter(state, prefetching.standstill, self._gate)
         self._freezer = self._snapshots.freezer
         self._arguments = config.arguments
 
@@ -214,7 +213,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             self._background.abandon()
             if self._admission is not None:
                 self._admission.forget()
-        self._standstill.abandon()
+        self._freezer.recover()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
