@@ -43,7 +43,7 @@ class _Mark:
     __slots__ = ("is_over",)
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over: bool = False
 
 
 # A task that is started within a freeze inherits this, and is within it too, for as long as it lasts.
@@ -90,8 +90,8 @@ class Freeze:
         let_go: Callable[[], None],
         hold: float | None,
     ) -> None:
-        self.state = FreezeState.HELD
-        self.mark = _Mark()
+        self.state: FreezeState = FreezeState.HELD
+        self.mark: _Mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold
@@ -262,8 +262,9 @@ class Freezer:
     @asynccontextmanager
     async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:
         """``asyncio.timeout(left)``, with words."""
+        scope = asyncio.timeout(left)
         try:
-            async with asyncio.timeout(left) as scope:
+            async with scope:
                 yield
         except TimeoutError:
             if not scope.expired():
