@@ -7,6 +7,7 @@ left within the supervisor alone). Whatever ends a worker unexpectedly ends all 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import traceback
 from typing import TYPE_CHECKING, TypeVar
@@ -48,7 +49,9 @@ class Supervisor:
         self._reported = False
         self._stop = asyncio.Event()
         self._started = asyncio.Event()
-        self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor")
+        # An empty context: the work must not see the context variables of whoever opened the buffer.
+        context = contextvars.Context()
+        self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor", context=context)
 
     @property
     def stopping(self) -> bool:
