@@ -15,6 +15,7 @@ from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
 from asyncbuf._prefetch.pipeline import Pipeline
 from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count, expect
+from asyncbuf._runtime.reentry import ReentryGuard, current_job
 from asyncbuf._runtime.threads import finish
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
@@ -57,8 +58,8 @@ class ReplayBuffer(Snapshotter):
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
             with ``state_dict`` and ``load_state_dict`` sees the batches in order, one at a time (a module only if its
-            ``state_dict`` is not empty). A transform should return new tensors: what it changes in place, a retry after
-            a failure gets changed.
+            ``state_dict`` is not empty). A transform may change the data in place: it gets a copy of its own, and a
+            second try gets another. It must not ``sample`` from this buffer, or wait for it in another way.
         collate_fn: makes batched data of what the storage gathered (of ``ListStorage``: a list of items).
         device: where the tensors of a batch go in the end; None leaves them on the CPU.
         pin_memory: whether they go through page-locked memory; needs an accelerator.
@@ -112,12 +113,15 @@ class ReplayBuffer(Snapshotter):
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
         collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
+        self._guard = ReentryGuard()
         chain = TransformChain(
             collate,
             _listed(transform),
             foreign_collate=collate_fn is not None,
+            takes_items=storage.needs_collate,
             device=device,
             pin_memory=pin_memory,
+            guard=self._guard,
         )
         self._pipeline = Pipeline(
             self._table,
@@ -180,6 +184,8 @@ class ReplayBuffer(Snapshotter):
         """
         if self._state in ("new", "closed"):
             return
+        if current_job() is not None:
+            self._guard.check("aclose")
         if not (self._pipeline.is_closed and self._loop is not None and self._loop.is_closed()):
             self._check_loop()
         self._state = "closing"
@@ -354,13 +360,16 @@ class ReplayBuffer(Snapshotter):
             TypeError, ValueError: no such batch size is possible.
             WrongLoopError: the buffer belongs to another event loop.
         """
+        if current_job() is not None:
+            self._guard.check("sample")
         await self._turn()
         line = self._pipeline.main_line
         if line is None or batch_size is not None:
             line = self._line(batch_size)
         batch = self._pipeline.take_now(line)
         if batch is None:
-            batch = await self._pipeline.take(line)
+            with self._guard.waiting():
+                batch = await self._pipeline.take(line)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
 
@@ -392,10 +401,15 @@ class ReplayBuffer(Snapshotter):
 
     async def next_of(self, stream: BatchStream) -> Batch | None:
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
+        if current_job() is not None:
+            self._guard.check("sample")
         await self._turn()
         line = self._line(None)
         batch = self._pipeline.take_now(line, stream.within)
-        return batch if batch is not None else await self._pipeline.take(line, stream.within)
+        if batch is None:
+            with self._guard.waiting():
+                batch = await self._pipeline.take(line, stream.within)
+        return batch
 
     @property
     def was_opened(self) -> bool:

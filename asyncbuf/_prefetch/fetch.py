@@ -10,18 +10,18 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from asyncbuf._prefetch.offload import INLINE_BYTES
 from asyncbuf._prefetch.queue import Entry, Stage
 from asyncbuf._prefetch.transforms import Partial, TransformChain
 from asyncbuf._runtime.supervisor import FAILURES, detached, logger
 from asyncbuf._runtime.threads import Threads
-from asyncbuf._runtime.torch_modes import outside_inference
+from asyncbuf._runtime.torch_modes import Swapped, disturb_us
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
     from concurrent.futures import Future
+
+    import torch
 
     from asyncbuf._prefetch.offload import Offload
     from asyncbuf._table.gate import HistoryGate
@@ -156,8 +156,8 @@ class Fetcher:
 
     def gathered(self, indices: torch.Tensor) -> Any:
         """Rows of the storage; the time that took goes into the statistics."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
+        if disturb_us():
+            with Swapped():
                 return self.gathered(indices)
         start = time.perf_counter()
         data = self._storage.gather(indices)
@@ -182,7 +182,7 @@ class Fetcher:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             try:
-                with outside_inference():
+                with Swapped():
                     entry.keep(Partial(0, combined()))
             except BaseException as failure:
                 error = failure
@@ -200,7 +200,7 @@ class Fetcher:
             return
         if self._chain.ordered:
             self.next_in_order()
-        elif self._chain.quick and progress.step == 0:
+        elif self._chain.runs_here(progress):
             if self._transform_here(entry):
                 self._settled(entry)
         else:
@@ -216,7 +216,8 @@ class Fetcher:
             if not isinstance(error, FAILURES):
                 raise
             return False
-        if after.step < len(self._chain.steps):
+        if not self._chain.is_done(after):
+            entry.keep(after)
             self._todo.put_nowait(entry)
             return False
         entry.ready(after.data)
@@ -254,7 +255,7 @@ class Fetcher:
             await self._chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep)
         except asyncio.CancelledError as error:
             if self._is_my_cancellation():
-                if entry.progress.step == len(self._chain.steps):
+                if self._chain.is_done(entry.progress):
                     entry.ready(entry.progress.data)
                 raise
             self.fail(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))

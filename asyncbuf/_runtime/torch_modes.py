@@ -156,6 +156,3 @@ def left_on() -> bool:
 def make_plain() -> None:
     """Take off what a function has left on."""
     _take_off()
-
-
-plain_modes = outside_inference = Swapped

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._runtime.shield import shielded
+from asyncbuf._runtime.torch_modes import Swapped, disturb_us
 from asyncbuf.batch import Draw
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 
@@ -87,12 +89,13 @@ class Table:
             ValueError: the sampler says that there is no such batch.
             TypeError, IndexError: a sampler returned something else than rows of the storage.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return self.draw(batch_size)
-        draw = self.sampler.draw(self.rows, batch_size, self.generator)
-        if self._checks_draws:
-            _check(draw, self.rows.size, type(self.sampler).__name__)
+        if not self._checks_draws:
+            if disturb_us():
+                with Swapped():
+                    return self.sampler.draw(self.rows, batch_size, self.generator)
+            return self.sampler.draw(self.rows, batch_size, self.generator)
+        draw = shielded(self.sampler.draw, self.rows, batch_size, self.generator)
+        _check(draw, self.rows.size, type(self.sampler).__name__)
         return draw
 
     def update_priority(self, indices: Any, priority: Any) -> None:

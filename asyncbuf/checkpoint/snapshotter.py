@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from asyncbuf._runtime.reentry import ReentryGuard, current_job
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint.snapshot import Config, RestorePlan, Snapshot, capture
 from asyncbuf.errors import AsyncBufError
@@ -28,6 +29,7 @@ class Snapshotter:
     _table: Table
     _pipeline: Pipeline
     _gate: HistoryGate
+    _guard: ReentryGuard
     _config: Config
     _generator: torch.Generator
     _arguments: dict[str, Any]
@@ -51,6 +53,15 @@ class Snapshotter:
             TimeoutError: a write or a gather did not end in time.
             CheckpointError: something in the buffer cannot be saved; the message says where.
         """
+        self._check_caller("snapshot")
+        with self._guard.waiting():
+            return await self._snapshot(timeout)
+
+    def _check_caller(self, call: str) -> None:
+        if current_job() is not None:
+            self._guard.check(call)
+
+    async def _snapshot(self, timeout: float | None) -> Snapshot:
         await self._turn(within_frozen=True)
         if self._frozen_by is not None and self._frozen_by is asyncio.current_task():
             return await in_thread(self._capture())
@@ -87,11 +98,18 @@ class Snapshotter:
         Args:
             timeout: seconds to wait for batches that are being prepared, as in ``snapshot``.
         """
+        self._check_caller("frozen")
         await self._turn()
+        with self._guard.waiting():
+            async with self._standing_still(timeout):
+                yield self
+
+    @asynccontextmanager
+    async def _standing_still(self, timeout: float | None) -> AsyncIterator[None]:
         async with self._pipeline.holding(), self._still(timeout):
             self._frozen_by = asyncio.current_task()
             try:
-                yield self
+                yield
             finally:
                 self._frozen_by = None
 
@@ -109,6 +127,7 @@ class Snapshotter:
         Raises:
             CheckpointError: it does not fit, or is damaged. The buffer goes on as if nothing had been tried.
         """
+        self._check_caller("restore")
         await self._turn()
         await self._adopt(lambda: self._plan(snapshot, elastic=elastic, moves=False))
 
@@ -116,6 +135,10 @@ class Snapshotter:
         return RestorePlan(snapshot, self._table, self._pipeline.chain, self._config, elastic=elastic, moves=moves)
 
     async def _adopt(self, make_plan: Callable[[], RestorePlan]) -> None:
+        with self._guard.waiting():
+            await self._adopt_held(make_plan)
+
+    async def _adopt_held(self, make_plan: Callable[[], RestorePlan]) -> None:
         async with self._pipeline.holding():
             plan = await in_thread(make_plan)
             async with self._pipeline.fetcher.resting():
@@ -132,6 +155,7 @@ class Snapshotter:
 
     async def load_state_dict(self, state_dict: dict[str, Any], *, elastic: bool = False) -> None:
         """``restore`` from a state dict, which stays the caller's."""
+        self._check_caller("load_state_dict")
         await self._turn()
         await self._adopt(lambda: self._plan(Snapshot.borrowed(state_dict), elastic=elastic, moves=False))
 
@@ -158,6 +182,7 @@ class Snapshotter:
             CheckpointNotFoundError: there is no checkpoint.
             CheckpointError: as in ``restore``.
         """
+        self._check_caller("load")
         await self._turn()
         await self._adopt(lambda: self._plan(Snapshot.open(path), elastic=elastic, moves=True))
 
