@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from asyncbuf._disk.lock import DirectoryLock
 from asyncbuf._plain.codec import DTYPES
+from asyncbuf._plain.savable import SAVABLE_DTYPES
 from asyncbuf._version import __version__
 from asyncbuf.errors import (
     CheckpointCorruptError,
@@ -49,11 +50,6 @@ _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-]+)*\.safetensors")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
-_DTYPES = {
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
-    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64),
-    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-}
 # safetensors keeps its own things under this name: a tensor called so makes a file that nothing can read.
 _RESERVED = "__metadata__"
 
@@ -441,7 +437,7 @@ def _viewed(tensor: torch.Tensor) -> bool:
 
 def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Dense, in memory of its own, and of a dtype that safetensors has: complex numbers become pairs."""
-    if tensor.dtype not in _DTYPES or tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.dtype not in SAVABLE_DTYPES or tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"{key}: expected a dense tensor of a common dtype, found {tensor.dtype}, {tensor.layout}, {tensor.device}"
         )
