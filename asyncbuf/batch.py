@@ -16,6 +16,7 @@ from asyncbuf._runtime.own_memory import own_memory
 from asyncbuf._runtime.summary import listed, literal, summary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
     _read_only = property
@@ -60,10 +61,16 @@ class Draw(NamedTuple):
     lengths: torch.Tensor | None = None
     joins: Mapping[str, torch.Tensor] = _NOTHING
 
-    def __reduce__(self) -> tuple[type[Draw], tuple[Any, ...]]:
+    @classmethod
+    def of(cls, *values: Any) -> Draw:
+        """A draw of all its values in order; empty mappings are those of a draw without."""
+        draw = cls(*values)
+        return draw._replace(info=draw.info or _NOTHING, joins=draw.joins or _NOTHING)
+
+    def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
         """Pickle, which a read-only mapping does not."""
         rest = (self.shape, self.lengths, dict(self.joins))
-        return Draw, (self.indices, dict(self.info), self.epoch, self.last, *rest)
+        return Draw.of, (self.indices, dict(self.info), self.epoch, self.last, *rest)
 
     def __repr__(self) -> str:
         """One short line, without the values of tensors."""

@@ -143,13 +143,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._drawer = prefetching.drawer
         self._fetcher = prefetching.fetcher
         self._pipeline = prefetching.pipeline
-        self._standstill = prefetching.standstill
         self._background = prefetching.background
         self._writes = WritePath(
             self._table, self._gate, self._threads, admission, self._life, self._drawer, self._background.fail
         )
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
-        self._snapshots = Snapshotter(state, self._standstill, self._gate)
+        self._snapshots = Snapshotter(state, prefetching.standstill, self._gate)
         self._freezer = self._snapshots.freezer
         self._arguments = config.arguments
 
@@ -214,7 +213,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             self._background.abandon()
             if self._admission is not None:
                 self._admission.forget()
-        self._standstill.abandon()
+        self._freezer.recover()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
@@ -455,16 +454,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        freezer = self._freezer
-        writers = self._gate.waiting_writers - freezer.queued
-        reasons = freezer.blocked(self._queues.waiting, writers)
-        if freezer.held_by is None:
-            reasons += self._pipeline.blocked()
-        if writers and freezer.frozen is None:
-            behind = (
-                "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
-            )
-            reasons.append(f"{writers} writer(s) wait behind {behind}")
+        reasons = self._freezer.blocked(self._queues.waiting, self._pipeline.blocked)
         if self._admission is not None:
             reasons += self._admission.blocked()
         if reasons:

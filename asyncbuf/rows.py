@@ -84,9 +84,11 @@ class ValidRows(Protocol):
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The rows at some positions: int64, in the shape of ``positions``."""
+        ...
 
     def contains(self, rows: torch.Tensor) -> torch.Tensor:
         """Which rows are valid: bool, in the shape of ``rows``."""
+        ...
 
 
 class Rows(NamedTuple):
@@ -135,7 +137,7 @@ class WriteEvent:
         self._placement = placement
         self._first = first
         self._offered = offered
-        self.table = table
+        self.table: Rows = table
 
     @property
     def rows(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import random
 import threading
 import time
@@ -19,7 +20,8 @@ from torch.utils import _pytree as torch_pytree
 from asyncbuf import Batch, Draw, Prepared, RandomSampler, ReplayBuffer, RowRange, Rows, TensorStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+    from contextvars import Context
 
 T = TypeVar("T")
 
@@ -42,6 +44,35 @@ def rows(count: int, start: int = 0, *, width: int = 1) -> dict[str, torch.Tenso
 def numbers(batch: Batch) -> list[int]:
     """The numbers of the items of a batch."""
     return [int(number) for number in batch["number"]]
+
+
+def some(values: Iterable[Any], *, fast: Collection[Any]) -> list[Any]:
+    """Values of a parameter, of which the default run has some and ``-m slow`` the others.
+
+    Args:
+        values: all of them; a tuple is of several parameters.
+        fast: those of the default run: the least, the most, and one between them.
+    """
+    values = list(values)
+    assert all(value in values for value in fast)
+    return [value if value in fast else _slow(value) for value in values]
+
+
+def crossed(*values: Collection[Any], one_in: int) -> list[Any]:
+    """Every combination of the values of several parameters, of which the default run has one in so many.
+
+    They lie on diagonals: the default run has every value of every parameter, in changing company.
+    """
+    positions = itertools.product(*(range(len(each)) for each in values))
+    combinations = itertools.product(*values)
+    return [
+        combination if sum(where) % one_in == 0 else _slow(combination)
+        for where, combination in zip(positions, combinations, strict=True)
+    ]
+
+
+def _slow(value: Any) -> Any:
+    return pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
 
 
 async def turns(count: int = 10) -> None:
@@ -102,8 +133,8 @@ class Crew(contextlib.AbstractAsyncContextManager["Crew"]):
     async def __aexit__(self, *_: object) -> None:
         await dismiss(self._tasks)
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(coroutine)
+    def start(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine, context=context)
         self._tasks.append(task)
         return task
 

@@ -279,7 +279,9 @@ async def test_a_draw_that_fails_after_a_batch_was_taken_does_not_lose_it() -> N
         assert (await within(buffer.sample())).number == 1
 
 
-async def test_thousands_of_failing_turns_in_a_row() -> None:
+# More than the interpreter has room for on its stack, which is what is asked here.
+@pytest.mark.parametrize("count", [1200, pytest.param(3000, marks=pytest.mark.slow)])
+async def test_thousands_of_failing_turns_in_a_row(count: int) -> None:
     sampler, stop = Stubborn(asyncio.CancelledError), Stop()
     storage = ThreadedStorage(50)
     buffer = ReplayBuffer(storage, sampler=sampler, batch_size=4)
@@ -289,7 +291,7 @@ async def test_thousands_of_failing_turns_in_a_row() -> None:
         write = crew.start(buffer.extend(rows(10)))
         await stop.come.reached()
         sampler.bad = range(1, 10_000)
-        consumers = [crew.start(buffer.sample()) for _ in range(3000)]
+        consumers = [crew.start(buffer.sample()) for _ in range(count)]
         await turns()
         stop.go.set()
         ends = await outcomes(write, *consumers)

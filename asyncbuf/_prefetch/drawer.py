@@ -172,7 +172,7 @@ class Drawer:
             counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
         if self._went_on is not None:
             self._went_on()
-        return batch_of(data, number, draw, 0, self._table.write_count)
+        return batch_of(data, number, draw, 0, self._table.rows.write_count)
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 

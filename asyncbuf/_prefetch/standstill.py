@@ -76,9 +76,7 @@ class Standstill:
         return hold
 
     async def settle(self, deadline: float | None) -> None:
-        """Come to rest: wait until every ticket is a batch or has failed, and no stateful transform is at work.
-
-        When the time is over, wait only for the stateful transform that is at work. None begins until ``release``.
+        """Wait until every ticket is a batch or has failed, or the time is over.
 
         Args:
             deadline: by the clock of the event loop; None if there is all the time.
@@ -88,6 +86,9 @@ class Standstill:
             left = None if deadline is None else deadline - loop.time()
             if (left is not None and left <= 0) or not await self._fetcher.step(left):
                 break
+
+    async def rest(self) -> None:
+        """Begin no stateful transform until ``release``, and wait for the one that is at work."""
         await self._fetcher.rest()
 
     def release(self, hold: Hold) -> None:
@@ -101,15 +102,8 @@ class Standstill:
         self._fetcher.end_rest()
         self._pipeline.release()
 
-    def abandon(self) -> None:
-        """The event loop was closed: whoever held the hand-over there will never release it."""
-        if self._lock is not None and self._lock.loop.is_closed():
-            self._lock = None
-            self._fetcher.end_rest()
-            self._pipeline.release()
-
     def waits_for(self) -> str:
-        """In words, what ``settle`` waits for."""
+        """In words, what ``settle`` and ``rest`` wait for."""
         unsettled = [entry for entry in self._queues.entries if not entry.settled]
         if not unsettled:
             return "a stateful transform that is at work"  # on a ticket that was dropped

@@ -173,7 +173,7 @@ def _drawn(plain: dict[str, Any], number: int, names: tuple[str, ...], capacity:
     for rows in joins.values():
         _check_rows(rows, capacity, number)
     shape = _shape_of(plain.get("shape"), lengths, indices, number)
-    draw = Draw(indices, info, plain["epoch"], plain["last"], shape, lengths, joins)
+    draw = Draw.of(indices, info, plain["epoch"], plain["last"], shape, lengths, joins)
     if joined is None:
         return draw, data
     if not isinstance(joined, dict) or joined.keys() != joins.keys():

@@ -7,18 +7,18 @@ any task of the event loop, a timer, or the garbage collector can end a standsti
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import functools
 import warnings
 import weakref
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Self
 
 from asyncbuf.errors import AsyncBufError, WrongLoopError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from types import TracebackType
 
     from asyncbuf._prefetch.standstill import Hold, Standstill
@@ -50,22 +50,29 @@ class _Mark:
 _within: ContextVar[tuple[_Mark, ...]] = ContextVar("asyncbuf_within", default=())
 
 
+def is_within_any() -> bool:
+    """Whether the caller is within a freeze, of whatever buffer."""
+    return any(not mark.is_over for mark in _within.get())
+
+
 class Standing:
     """A standstill, from the moment when somebody asks for it.
 
     Attributes:
         what: who wants it, in words.
         waits_for: what for, in words, until it has come.
+        loop: the event loop in which it is wanted.
         is_queued: whether it waits for its turn in the history.
         hold: of the delivery; None before that is held.
         turn: in the history; None before that has come.
     """
 
-    __slots__ = ("hold", "is_queued", "turn", "waits_for", "what")
+    __slots__ = ("hold", "is_queued", "loop", "turn", "waits_for", "what")
 
     def __init__(self, what: str, waits_for: Callable[[], str]) -> None:
         self.what = what
         self.waits_for = waits_for
+        self.loop = asyncio.get_running_loop()
         self.is_queued = False
         self.hold: Hold | None = None
         self.turn: Turn | None = None
@@ -79,9 +86,6 @@ class Freeze:
     only be answered after the end raises. Other tasks wait for the end.
 
     Any task of the event loop may release it, so a coordinator can freeze several buffers and let go of them elsewhere.
-
-    Attributes:
-        state: whether the buffer still stands still, was released, or was let go when ``hold`` seconds were over.
     """
 
     def __init__(
@@ -90,8 +94,8 @@ class Freeze:
         let_go: Callable[[], None],
         hold: float | None,
     ) -> None:
-        self.state = FreezeState.HELD
-        self.mark = _Mark()
+        self._state = FreezeState.HELD
+        self._mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold
@@ -100,21 +104,26 @@ class Freeze:
         self.enter_context()
 
     @property
+    def state(self) -> FreezeState:
+        """Whether the buffer still stands still, was released, or was let go when the time was over."""
+        if self._state is FreezeState.HELD and self._loop.is_closed():
+            self._end(FreezeState.EXPIRED)  # nobody can release it any more
+        return self._state
+
+    @property
     def is_held(self) -> bool:
         """Whether the buffer still stands still."""
-        if self.state is FreezeState.HELD and self._loop.is_closed():
-            self._end(FreezeState.EXPIRED)  # nobody can release it any more
         return self.state is FreezeState.HELD
 
     @property
     def is_within(self) -> bool:
         """Whether the caller is within."""
-        return self.is_held and self.mark in _within.get()
+        return self.is_held and self._mark in _within.get()
 
     def enter_context(self) -> None:
         """Let the caller, and the tasks that it starts from now on, be within."""
-        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self.mark]
-        _within.set((*marks, self.mark))
+        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self._mark]
+        _within.set((*marks, self._mark))
 
     def capture(self) -> Awaitable[Snapshot]:
         """Take a snapshot in this very step. It may be awaited after the release.
@@ -161,27 +170,27 @@ class Freeze:
 
     def __del__(self) -> None:
         """Complain about a freeze that was dropped without a release, and release it."""
-        if getattr(self, "state", None) is not FreezeState.HELD:
+        if getattr(self, "_state", None) is not FreezeState.HELD:
             return
-        self.state = FreezeState.EXPIRED
-        self.mark.is_over = True
+        self._state = FreezeState.EXPIRED
+        self._mark.is_over = True
         if self._loop.is_closed():
             self._let_go()
             return
-        with contextlib.suppress(RuntimeError):  # it was closed in this moment
+        with suppress(RuntimeError):  # it was closed in this moment
             self._loop.call_soon_threadsafe(self._let_go)
         warnings.warn("a freeze was dropped before it was released", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
         """The state in one line."""
-        return f"<Freeze {self.state.value}>"
+        return f"<Freeze {self._state.value}>"
 
     def _check(self) -> None:
         if self.is_held:
             self._check_loop()
             return
         how = "was released"
-        if self.state is FreezeState.EXPIRED:
+        if self._state is FreezeState.EXPIRED:
             how = "ended with its event loop" if self._hold is None else f"expired after {self._hold} s"
         raise AsyncBufError(f"expected a freeze that is held, found one that {how}: take another one")
 
@@ -191,10 +200,10 @@ class Freeze:
             raise WrongLoopError(f"expected the event loop that took the freeze, {self._loop!r}; found {running!r}")
 
     def _end(self, state: FreezeState) -> None:
-        if self.state is not FreezeState.HELD:
+        if self._state is not FreezeState.HELD:
             return
-        self.state = state
-        self.mark.is_over = True
+        self._state = state
+        self._mark.is_over = True
         if self._timer is not None:
             self._timer.cancel()
         self._let_go()
@@ -214,7 +223,7 @@ class Freezer:
     def __init__(self, standstill: Standstill, gate: HistoryGate) -> None:
         self._standstill = standstill
         self._gate = gate
-        self._asked: list[Standing] = []
+        self._asked: dict[Standing, None] = {}
         self._holder: Standing | None = None
         self.frozen: weakref.ref[Freeze] | None = None
 
@@ -233,39 +242,47 @@ class Freezer:
             TimeoutError: it did not come to rest in time, and goes on as if nobody had asked.
         """
         standing = Standing(what, lambda: f"the end of {self.held_by or 'another standstill'}")
-        self._asked.append(standing)
+        self._asked[standing] = None
+        start = standing.loop.time()
         try:
-            async with asyncio.timeout(timeout) as scope:
-                await self._take(standing, timeout, meanwhile)
-        except BaseException as error:
-            reason = f"{what}: after {timeout} s it still waits for {standing.waits_for()}"
+            async with self._limit(standing, timeout, timeout):
+                standing.hold = await self._standstill.hold()
+            self._holder = standing
+            standing.waits_for = self._standstill.waits_for
+            if meanwhile is not None:
+                await meanwhile()
+            else:
+                await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
+            # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
+            left = None if timeout is None else max(0.0, start + timeout - standing.loop.time())
+            async with self._limit(standing, timeout, left):
+                await self._standstill.rest()
+                standing.waits_for = self._ahead
+                standing.is_queued = True
+                standing.turn = await self._gate.enter(exclusive=True)
+        except BaseException:
             self.let_go(standing)
-            if isinstance(error, TimeoutError) and scope.expired():
-                raise TimeoutError(reason) from None
             raise
         finally:
-            self._asked.remove(standing)
+            self._asked.pop(standing, None)
         return standing
 
-    async def _take(
-        self, standing: Standing, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
-    ) -> None:
-        now = asyncio.get_running_loop().time()
-        standing.hold = await self._standstill.hold()
-        self._holder = standing
-        deadline = None if timeout is None else now + _SETTLE_SHARE * timeout
-        if meanwhile is not None:
-            standing.waits_for = lambda: "what is being read"
-            await meanwhile()
-            deadline = now
-        standing.waits_for = self._standstill.waits_for
-        await self._standstill.settle(deadline)
-        standing.waits_for = self._ahead
-        standing.is_queued = True
-        standing.turn = await self._gate.enter(exclusive=True)
+    @asynccontextmanager
+    async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:
+        """``asyncio.timeout(left)``, with words."""
+        scope = asyncio.timeout(left)
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise TimeoutError(
+                f"{standing.what}: after {timeout} s it still waits for {standing.waits_for()}"
+            ) from None
 
     def let_go(self, standing: Standing) -> None:
-        """End a standstill, as far as it has come; to be called once."""
+        """End a standstill, as far as it has come; to be called once, or again after its event loop was closed."""
         if self._holder is standing:
             self._holder = self.frozen = None
         try:
@@ -274,6 +291,12 @@ class Freezer:
         finally:
             if standing.hold is not None:
                 self._standstill.release(standing.hold)
+
+    def recover(self) -> None:
+        """End standstills whose event loop was closed: nobody else can."""
+        if self._holder is not None and self._holder.loop.is_closed():
+            self.let_go(self._holder)
+        self._asked = {standing: None for standing in self._asked if not standing.loop.is_closed()}
 
     @property
     def held_by(self) -> str | None:
@@ -322,21 +345,23 @@ class Freezer:
             return "a write that is going on"
         return f"{self._gate.readers} gather(s) of earlier batches, or writes before it"
 
-    def blocked(self, consumers: int, writers: int) -> list[str]:
-        """In words, what waits for a standstill, and what a standstill waits for.
+    def blocked(self, consumers: int, without: Callable[[], list[str]]) -> list[str]:
+        """In words, what consumers, writers and standstills wait for.
 
         Args:
             consumers: how many wait.
-            writers: how many wait for their turn in the history.
+            without: says what consumers wait for while no standstill holds them up.
         """
-        reasons: list[str] = []
+        reasons = without() if self.held_by is None else []
         if self.held_by is not None and consumers:
             reasons.append(f"{consumers} consumer(s) wait for the end of {self.held_by}")
-        if self.frozen is not None and writers:
+        # A standstill that waits for its turn is a write to the history.
+        writers = self._gate.waiting_writers - sum(standing.is_queued for standing in self._asked)
+        if writers and self.frozen is not None:
             reasons.append(f"{writers} writer(s) wait for the end of {self.held_by}")
+        elif writers:
+            gathers = f"{self._gate.readers} gather(s) of earlier batches"
+            reasons.append(
+                f"{writers} writer(s) wait behind {'a write in a thread' if self._gate.writing else gathers}"
+            )
         return reasons + [f"{standing.what} waits for {standing.waits_for()}" for standing in self._asked]
-
-    @property
-    def queued(self) -> int:
-        """How many standstills wait for their turn in the history, as if they were writers."""
-        return sum(standing.is_queued for standing in self._asked)

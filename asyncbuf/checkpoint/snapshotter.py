@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._runtime.threads import in_thread
@@ -113,7 +112,10 @@ class Snapshotter:
     async def _complete(self, complete: Complete, loan: Loan) -> Snapshot:
         """Let a thread copy the tickets. Each may be handed over as soon as it is copied."""
         loop = asyncio.get_running_loop()
-        copied = functools.partial(loop.call_soon_threadsafe, self._standstill.give_back, loan, 1)
+
+        def copied() -> None:
+            loop.call_soon_threadsafe(self._standstill.give_back, loan, 1)
+
         try:
             return await in_thread(complete, copied)
         finally:

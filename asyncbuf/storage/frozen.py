@@ -27,6 +27,7 @@ class Frozen(Protocol):
 
     def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
         """The contents, piece by piece, as named tensors. May be called from a thread, and more than once."""
+        ...
 
 
 class InMemoryRows:

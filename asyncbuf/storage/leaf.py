@@ -160,7 +160,7 @@ def _number(field: Field, value: complex) -> np.ndarray[Any, Any]:
         number = torch.tensor(value, dtype=field.dtype, device="cpu")
         fits = number.item() == value if exact else _in_range(value, torch.finfo(field.dtype).max)
     except (RuntimeError, OverflowError, ValueError):
-        fits = False
-    if not fits:
+        number, fits = None, False
+    if number is None or not fits:
         raise SchemaError(f"{field.path}: expected a number that fits {field.dtype}, found {value}")
     return _tensor_bits(number, field.path)

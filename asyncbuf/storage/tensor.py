@@ -12,7 +12,7 @@ import torch
 from asyncbuf._plain import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage import misfits
-from asyncbuf.storage.base import GatherJobs, Prepared, Storage
+from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 from asyncbuf.storage.columns import of_fields
 from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows
 from asyncbuf.storage.leaf import Field, as_bits, fit
@@ -134,8 +134,12 @@ class TensorStorage(Storage):
         return self._rows.gather(indices.numpy())
 
     def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
-        """Let several threads copy into the memory of one batch. A ``gather`` of a subclass is not passed over."""
-        if inline or parts == 1 or self._rows is None or type(self).gather is not TensorStorage.gather:
+        """Let several threads copy into the memory of one batch, each a run of its rows.
+
+        A subclass with a ``gather`` or ``runs`` of its own has the rows gathered by that.
+        """
+        is_own = type(self).gather is TensorStorage.gather and self.runs is Runs.ANYWHERE
+        if inline or parts == 1 or self._rows is None or not is_own:
             return super().begin_gather(draw, inline=inline, parts=parts)
         return GatherJobs(*self._rows.gather_in_parts(draw.indices.numpy(), parts))
 
@@ -225,7 +229,7 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
     if keys is None or type(items) is not dict or len(items) != len(keys):
         return None
     arrays: list[np.ndarray[Any, Any]] = []
-    lead: tuple[int, ...] | None = None if batched else ()
+    lead: Any = None if batched else ()  # the shape ahead of that of an item
     for key, (dtype, shape) in zip(keys, known.plain):  # noqa: B905 (as many; looking takes a third of the loop)
         leaf: Any = items.get(key)
         if type(leaf) is not np.ndarray:

@@ -56,6 +56,7 @@ async def test_save_cancelled_at_each_of_its_files(checkpointer: Checkpointer, m
     assert (await checkpointer.restore(**other.objects)).values == {"n": 2}
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("seed", range(2))
 async def test_save_cancelled_at_any_moment(checkpointer: Checkpointer, seed: int) -> None:
     rng = random.Random(seed)

@@ -50,7 +50,7 @@ def check_whole(indices: torch.Tensor, data: Any, capacity: int) -> None:
     assert data["wide"].equal(data["number"][:, None].expand_as(data["wide"]))
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(4000, marks=[slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("count", [50, pytest.param(4000, marks=[slow, pytest.mark.timeout(1800)])])
 async def test_snapshots_among_writers_are_consistent(count: int, tmp_path: Path) -> None:
     buffer = buffer_with(storage=TensorStorage(RING), batch_size=4, transform=late, workers=2)
     written, over = 0, False

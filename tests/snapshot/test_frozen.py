@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 async def test_snapshot_within_frozen() -> None:
     async with await filled(transform=late) as source, Crew() as crew:
         await source.sample()
+        elsewhere = contextvars.copy_context()  # a task that is started within the block belongs to it
         async with source.frozen():
-            outside = crew.start(source.extend(items_of(3, 100)))
-            asked = [crew.start(source.sample()) for _ in range(2)]
+            outside = crew.start(source.extend(items_of(3, 100)), elsewhere)
+            asked = [crew.start(source.sample(), elsewhere) for _ in range(2)]
             await turns()
-            # Not within(), which would call from another task.
             first, second = await source.snapshot(), await source.state_dict()
             assert not outside.done()
             assert not any(task.done() for task in asked)
@@ -49,9 +50,11 @@ async def test_nothing_moves_within_frozen() -> None:
         await source.sample()
         with pytest.raises(PrefetchError, match="once"):
             await source.sample()
+        elsewhere = contextvars.copy_context()
         async with source.frozen():
             first = await source.state_dict()
-            others = [crew.start(call) for call in (source.sample(), source.skip(), source.flush(), source.sample())]
+            calls = (source.sample(), source.skip(), source.flush(), source.sample())
+            others = [crew.start(call, elsewhere) for call in calls]
             await turns(500)
             assert not any(task.done() for task in others)
             assert difference(await source.state_dict(), first) is None

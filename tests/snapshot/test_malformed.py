@@ -45,7 +45,7 @@ CONTENT = (*ENTRY, "content")
 MALFORMED: dict[str, tuple[Callable[[State], Any], type[CheckpointError], str]] = {
     "payload is a list": (put([], "prefetch"), CheckpointCorruptError, "prefetch.*dict.*list"),
     "payload is None": (put(None, "prefetch"), CheckpointCorruptError, "prefetch.*dict.*None"),
-    "version 2": (put(2, "prefetch", "version"), CheckpointVersionError, "version 1.*2"),
+    "version 3": (put(3, "prefetch", "version"), CheckpointVersionError, "version from 1 to 2.*3"),
     "version True": (put(True, "prefetch", "version"), CheckpointVersionError, "version.*True"),
     "version text": (put("1", "prefetch", "version"), CheckpointVersionError, "version.*'1'"),
     "no version": (drop("prefetch", "version"), CheckpointVersionError, "version.*None"),
