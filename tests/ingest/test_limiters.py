@@ -441,7 +441,7 @@ async def test_a_limiter_of_another_kind_does_not_take_the_state() -> None:
 
 
 async def test_limiters_without_a_state_may_be_exchanged() -> None:
-    snapshot = await ReplayBuffer(TensorStorage(100), min_size=5).snapshot()
+    snapshot = await ReplayBuffer(TensorStorage(100), batch_size=4, min_size=5).snapshot()
     await made().restore(snapshot)
 
 
