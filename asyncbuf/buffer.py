@@ -123,6 +123,8 @@ class ReplayBuffer(Snapshotter):
             pin_memory=pin_memory,
             guard=self._guard,
         )
+        # Others can make a batch that a transform waits for, unless all must wait for that transform.
+        self._guard.helpers = 0 if chain.ordered else self._workers - 1
         self._pipeline = Pipeline(
             self._table,
             chain,
@@ -184,8 +186,7 @@ class ReplayBuffer(Snapshotter):
         """
         if self._state in ("new", "closed"):
             return
-        if current_job() is not None:
-            self._guard.check("aclose")
+        self._guard.check_close()
         if not (self._pipeline.is_closed and self._loop is not None and self._loop.is_closed()):
             self._check_loop()
         self._state = "closing"
@@ -361,14 +362,14 @@ class ReplayBuffer(Snapshotter):
             WrongLoopError: the buffer belongs to another event loop.
         """
         if current_job() is not None:
-            self._guard.check("sample")
+            self._guard.check("sample", batch_size in (None, self._batch_size))
         await self._turn()
         line = self._pipeline.main_line
         if line is None or batch_size is not None:
             line = self._line(batch_size)
         batch = self._pipeline.take_now(line)
         if batch is None:
-            with self._guard.waiting():
+            with self._guard.waiting("sample", line is self._pipeline.main_line):
                 batch = await self._pipeline.take(line)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
@@ -402,12 +403,12 @@ class ReplayBuffer(Snapshotter):
     async def next_of(self, stream: BatchStream) -> Batch | None:
         """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
         if current_job() is not None:
-            self._guard.check("sample")
+            self._guard.check("sample", True)
         await self._turn()
         line = self._line(None)
         batch = self._pipeline.take_now(line, stream.within)
         if batch is None:
-            with self._guard.waiting():
+            with self._guard.waiting("sample", True):
                 batch = await self._pipeline.take(line, stream.within)
         return batch
 

@@ -210,7 +210,7 @@ class Fetcher:
         """Run quick transforms: whether that made a batch. If not, the entry failed, or a worker goes on with it."""
         assert entry.progress is not None
         try:
-            after = self._chain.run_here(entry.progress.data, entry.ticket.seed)
+            after = self._chain.run_here(entry.progress.data, entry.ticket.seed, entry.is_prefetched)
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, FAILURES):
@@ -252,7 +252,7 @@ class Fetcher:
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
         try:
-            await self._chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep)
+            await self._chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep, entry.is_prefetched)
         except asyncio.CancelledError as error:
             if self._is_my_cancellation():
                 if self._chain.is_done(entry.progress):

@@ -54,7 +54,7 @@ class Snapshotter:
             CheckpointError: something in the buffer cannot be saved; the message says where.
         """
         self._check_caller("snapshot")
-        with self._guard.waiting():
+        with self._guard.waiting("snapshot"):
             return await self._snapshot(timeout)
 
     def _check_caller(self, call: str) -> None:
@@ -100,7 +100,7 @@ class Snapshotter:
         """
         self._check_caller("frozen")
         await self._turn()
-        with self._guard.waiting():
+        with self._guard.waiting("frozen"):
             async with self._standing_still(timeout):
                 yield self
 
@@ -135,7 +135,7 @@ class Snapshotter:
         return RestorePlan(snapshot, self._table, self._pipeline.chain, self._config, elastic=elastic, moves=moves)
 
     async def _adopt(self, make_plan: Callable[[], RestorePlan]) -> None:
-        with self._guard.waiting():
+        with self._guard.waiting("restore"):
             await self._adopt_held(make_plan)
 
     async def _adopt_held(self, make_plan: Callable[[], RestorePlan]) -> None:
