@@ -18,7 +18,7 @@ from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import Lifecycle, State
-from asyncbuf._runtime.reentry import ReentryGuard
+from asyncbuf._runtime.reentry import ReentryGuard, current_job
 from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table

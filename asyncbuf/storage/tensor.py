@@ -77,7 +77,7 @@ class TensorStorage(Storage):
                 what = type(leaf).__name__ if shape is None else f"{type(leaf).__name__} without axes"
                 raise SchemaError(f"{path}: expected a leading axis of items, found a {what}{misfits.ONE_ITEM}")
             if count not in (-1, shape[0]):
-                hint = misfits.ONE_ITEM if known is None else misfits.of_shapes(known.fields, leaves, batched=True)
+                hint = misfits.ONE_ITEM if known is None else _shape_hint(known, leaves, batched=True)
                 raise SchemaError(
                     f"{path}: expected {count} items along the leading axis, as in {paths[0]}, found {shape[0]}{hint}"
                 )
@@ -303,10 +303,14 @@ def _checked(
         if array.shape[1:] != field.shape:
             raise SchemaError(
                 f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
-                f"{misfits.of_shapes(known.fields, leaves, batched=shaped is _as_batch)}"
+                f"{_shape_hint(known, leaves, batched=shaped is _as_batch)}"
             )
         arrays.append(array)
     return Prepared(count, count * known.row_nbytes, (arrays, spec, known.fields), basis=known)
+
+
+def _shape_hint(known: RowMemory, leaves: Sequence[Any], *, batched: bool) -> str:
+    return misfits.of_shapes([field.shape for field in known.fields], leaves, batched=batched)
 
 
 def _first(

@@ -25,7 +25,9 @@ from asyncbuf.testing import assert_exact_resume
 from tests.helpers import Crew, Stop, ThreadedStorage, numbers, outcomes, rows, seeded, turns, within
 
 if TYPE_CHECKING:
-    from asyncbuf import Batch
+    from collections.abc import Callable
+
+    from asyncbuf import Batch, Sampler
 
 
 def made(capacity: int = 20, **options: Any) -> ReplayBuffer:
@@ -338,7 +340,7 @@ async def test_a_sampler_that_draws_a_removed_row() -> None:
 
 # -- resume -----------------------------------------------------------------------------------------------------------
 
-SAMPLERS = {
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
     "passes": SamplerWithoutReplacement,
     "whole passes": lambda: SamplerWithoutReplacement(drop_last=True),

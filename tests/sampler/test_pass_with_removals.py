@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncbuf import MinSize, RoundRobinWriter, SamplerWithoutReplacement, TensorStorage
 from asyncbuf._table.table import Table
@@ -18,8 +25,6 @@ from asyncbuf.sampler.permutation import Permutation
 from tests.helpers import seeded
 
 if TYPE_CHECKING:
-    from unittest import TestCase
-
     from asyncbuf import Draw
 
 
@@ -31,7 +36,8 @@ def made(capacity: int, *, drop_last: bool = False, shuffle: bool = True) -> Tab
 def write(table: Table, count: int) -> list[int]:
     placement = table.place(count)
     table.commit(placement)
-    return placement.rows.tolist()
+    rows: list[int] = placement.rows.tolist()
+    return rows
 
 
 def remove(table: Table, *rows: int) -> int:
@@ -138,13 +144,14 @@ class Passes(RuleBasedStateMachine):
         assert bool(answer) == (self.tables[0].size >= (self.batch_size if self.drop_last else 1))
 
 
-Passes.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
-TestPasses: type[TestCase] = Passes.TestCase
+def test_passes() -> None:
+    run_state_machine_as_test(Passes, settings=settings(max_examples=100, stateful_step_count=30, deadline=None))
 
 
 @pytest.mark.slow
-class TestMorePasses(Passes.TestCase):  # type: ignore[name-defined, misc]
-    settings = settings(max_examples=3000, stateful_step_count=40, deadline=None)
+@pytest.mark.timeout(600)
+def test_more_passes() -> None:
+    run_state_machine_as_test(Passes, settings=settings(max_examples=3000, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 1000, (1 << 16) + 1, 100_000])

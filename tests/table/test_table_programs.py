@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncbuf import ListStorage, MinSize, Placement, RandomSampler, RoundRobinWriter, RowRange, Writer
 from asyncbuf._table.table import Table
 from tests.helpers import seeded
-
-if TYPE_CHECKING:
-    from unittest import TestCase
 
 
 @dataclasses.dataclass
@@ -158,14 +162,14 @@ class Programs(RuleBasedStateMachine):
             assert table.storage.gather(torch.tensor(list(model.rows))) == list(model.rows.values())
 
 
-# More of the states that matter, none of which hypothesis is likely to find by itself.
-Programs.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-TestPrograms: type[TestCase] = Programs.TestCase
+def test_programs() -> None:
+    run_state_machine_as_test(Programs, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.slow
-class TestMorePrograms(Programs.TestCase):  # type: ignore[name-defined, misc]
-    settings = settings(max_examples=2000, stateful_step_count=40, deadline=None)
+@pytest.mark.timeout(600)
+def test_more_programs() -> None:
+    run_state_machine_as_test(Programs, settings=settings(max_examples=2000, stateful_step_count=40, deadline=None))
 
 
 class Scattering(Writer):
