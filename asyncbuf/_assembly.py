@@ -155,6 +155,8 @@ class Assembly:
         reasons = self.freezer.blocked(self.queues.waiting, self.pipeline.blocked)
         if self.admission is not None:
             reasons += self.admission.blocked()
+        if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
+            reasons.append(str(self.writes.last_writer))
         if reasons:
             return "; ".join(reasons)
         last = self.pipeline.gave_up

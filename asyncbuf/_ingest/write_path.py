@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
@@ -49,6 +50,9 @@ class WritePath:
         life: that of the buffer.
         draws: told of changes; says whether no more items are taken.
         fail: ends the background work of an open buffer with an error.
+
+    Attributes:
+        last_writer: the task that wrote last.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class WritePath:
         self._life = life
         self._draws = draws
         self._fail = fail
+        self.last_writer = LastWriter()
         self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
 
     async def write(self, prepare: Prepare, items: Any) -> Placement:
@@ -82,6 +87,7 @@ class WritePath:
             Where they went.
         """
         self.check_writable()
+        self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
             return await self._write_admitted(self._admission, prepared, prepare, items)
