@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncbuf._prefetch.gathered import shaped
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
@@ -155,6 +156,8 @@ class Drawer:
         try:
             draw = self._table.draw(queue.batch_size)
             data = self._fetcher.gathered(draw)
+            if draw.shape is not None:
+                data = shaped(data, draw.shape)
         except BaseException as error:
             if draw is None:
                 self._queues.forget(queue)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._runtime.shield import shielded
+from asyncbuf._runtime.torch_modes import Swapped, disturb_us
 from asyncbuf._table import checks
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
@@ -202,12 +204,14 @@ class Table:
             ValueError: the sampler says that there is no such batch.
             TypeError, IndexError: a sampler returned something else than valid rows.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return self.draw(batch_size)
         sampler, limits = self.sampler, self.limits
-        draw = sampler.draw(self.rows, batch_size, self.generator)
-        if not sampler.trusted:
+        if sampler.trusted:
+            if disturb_us():
+                with Swapped():
+                    return self.draw(batch_size)
+            draw = sampler.draw(self.rows, batch_size, self.generator)
+        else:
+            draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
             checks.draw(draw, self.rows, type(sampler).__name__)
         limits.drawn += 1
         # Of the samplers that are trusted, only those with passes give fewer rows than were asked for.

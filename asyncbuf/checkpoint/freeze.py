@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from asyncbuf._prefetch.standstill import Hold, Standstill
+    from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf._table.gate import HistoryGate, Turn
     from asyncbuf.checkpoint.snapshot import Snapshot
 
@@ -215,14 +216,16 @@ class Freezer:
     Args:
         standstill: holds the delivery, and lets the tickets settle.
         gate: the history.
+        guard: knows who waits for the buffer.
 
     Attributes:
         frozen: the freeze that holds the buffer, which is not kept alive by that; None if there is none.
     """
 
-    def __init__(self, standstill: Standstill, gate: HistoryGate) -> None:
+    def __init__(self, standstill: Standstill, gate: HistoryGate, guard: ReentryGuard) -> None:
         self._standstill = standstill
         self._gate = gate
+        self._guard = guard
         self._asked: dict[Standing, None] = {}
         self._holder: Standing | None = None
         self.frozen: weakref.ref[Freeze] | None = None
@@ -245,27 +248,33 @@ class Freezer:
         self._asked[standing] = None
         start = standing.loop.time()
         try:
-            async with self._limit(standing, timeout, timeout):
-                standing.hold = await self._standstill.hold()
-            self._holder = standing
-            standing.waits_for = self._standstill.waits_for
-            if meanwhile is not None:
-                await meanwhile()
-            else:
-                await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
-            # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
-            left = None if timeout is None else max(0.0, start + timeout - standing.loop.time())
-            async with self._limit(standing, timeout, left):
-                await self._standstill.rest()
-                standing.waits_for = self._ahead
-                standing.is_queued = True
-                standing.turn = await self._gate.enter(exclusive=True)
+            with self._guard.waiting():
+                await self._come_to_rest(standing, start, timeout, meanwhile)
         except BaseException:
             self.let_go(standing)
             raise
         finally:
             self._asked.pop(standing, None)
         return standing
+
+    async def _come_to_rest(
+        self, standing: Standing, start: float, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        async with self._limit(standing, timeout, timeout):
+            standing.hold = await self._standstill.hold()
+        self._holder = standing
+        standing.waits_for = self._standstill.waits_for
+        if meanwhile is not None:
+            await meanwhile()
+        else:
+            await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
+        # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
+        left = None if timeout is None else max(0.0, start + timeout - standing.loop.time())
+        async with self._limit(standing, timeout, left):
+            await self._standstill.rest()
+            standing.waits_for = self._ahead
+            standing.is_queued = True
+            standing.turn = await self._gate.enter(exclusive=True)
 
     @asynccontextmanager
     async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:

@@ -132,7 +132,9 @@ async def test_a_release_in_time_stops_the_clock() -> None:
         first = await buffer.freeze(hold=0.02)
         first.release()
         second = await buffer.freeze()
-        await asyncio.sleep(0.04)  # the time of the first is over
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 0.02
+        await until(lambda: loop.time() > end)  # the time of the first is over
         assert (first.state, second.state) == (FreezeState.RELEASED, FreezeState.HELD)
         second.release()
 
