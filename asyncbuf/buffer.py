@@ -18,7 +18,7 @@ from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import Lifecycle, State
-from asyncbuf._runtime.reentry import ReentryGuard
+from asyncbuf._runtime.reentry import ReentryGuard, current_job
 from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
@@ -129,6 +129,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             combine=self._sampler.combine if "combine" in self._sampler.hooks else None,
             guard=guard,
         )
+        # Others can make a batch that a transform waits for, unless all must wait for that transform.
+        guard.helpers = 0 if chain.ordered else self._workers - 1
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
         admission = self._admission = Admission(self._table) if config.limiter.holds_writers else None
@@ -190,7 +192,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         if self._life.is_idle:
             return
         self._life.check_loop()
-        self._check_caller("aclose")
+        self._guard.check_close()
         self._background.begin_close()
         if not await self._background.closed(timeout):
             raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
@@ -341,14 +343,15 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             TypeError, ValueError: no such batch size is possible.
             WrongLoopError: the buffer belongs to another event loop.
         """
-        self._check_caller("sample")
+        if current_job() is not None:
+            self._guard.check("sample", batch_size in (None, self._batch_size))
         await self._turn()
         queue = self._pipeline.main_queue
         if queue is None or batch_size is not None:
             queue = self._queue(batch_size)
         batch = self._pipeline.take_now(queue)
         if batch is None:
-            with self._guard.waiting():
+            with self._guard.waiting("sample", queue is self._pipeline.main_queue):
                 batch = await self._pipeline.take(queue)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
@@ -381,14 +384,15 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
         """The step of a ``BatchStream``: the next batch, or None at its end."""
-        self._check_caller("sample")
+        if current_job() is not None:
+            self._guard.check("sample", True)
         await self._turn()
         queue = self._queue(None)
         batch = self._pipeline.take_now(queue, cursor)
         if batch is not None:
             return batch
         try:
-            with self._guard.waiting():
+            with self._guard.waiting("sample", True):
                 return await self._pipeline.take(queue, cursor)
         except BufferClosedError:
             if self._life.state is State.NEW:

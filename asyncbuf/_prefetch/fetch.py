@@ -314,7 +314,7 @@ class Fetcher:
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
         try:
-            await self._chain.run(entry.progress, entry.ticket.seed, self._threads, entry.keep)
+            await self._chain.run(entry.progress, entry.ticket.seed, self._threads, entry.keep, entry.is_prefetched)
         except asyncio.CancelledError as error:
             if self._is_my_cancellation():
                 if self._chain.is_done(entry.progress):

@@ -27,6 +27,8 @@ from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf.sampler.base import Sampler
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from asyncbuf.batch import Draw
@@ -158,12 +160,13 @@ class TransformChain:
         """Whether a ticket has come to the end of the chain."""
         return progress.step == len(self.steps) and progress.pending is None and type(progress.data) is not Gathered
 
-    def run_here(self, data: Any, seed: int) -> Partial:
+    def run_here(self, data: Any, seed: int, queue: object = None) -> Partial:
         """Run a quick chain on the event loop.
 
         Args:
             data: the gathered rows. They stay as they are.
             seed: the seed of the ticket.
+            queue: where the ticket stands, for the guard.
 
         Returns:
             The end of the chain; or, if it has not come to that, where ``run`` must go on.
@@ -171,7 +174,7 @@ class TransformChain:
         gathered = Partial(0, data)
         if self.is_done(gathered):
             return gathered
-        job = Job(self._guard)
+        job = Job(self._guard, queue)
         start = time.perf_counter()
         try:
             step, result = job.run(without_loop, self._run_unit, gathered, seed)
@@ -186,7 +189,9 @@ class TransformChain:
         self._pace.note(seconds, seconds)
         return Partial(step, result)
 
-    async def run(self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None]) -> None:
+    async def run(
+        self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None], queue: object = None
+    ) -> None:
         """Run what is left of the chain, sync functions in a thread.
 
         Args:
@@ -194,6 +199,7 @@ class TransformChain:
             seed: the seed of the ticket.
             threads: where sync functions run.
             keep: is told how far the ticket has come, before anything else can happen.
+            queue: where the ticket stands, for the guard.
         """
         pending, copied = progress.pending, _NOT_COPIED
         if pending is not None:
@@ -201,13 +207,16 @@ class TransformChain:
             keep(progress)  # a second try starts again from the data
         while pending is not None or not self.is_done(progress):
             if pending is None and self._is_sync(progress):
-                stretch = await self._in_thread(progress, seed, threads, keep)
+                future = threads.transform(self._run_sync, progress, seed, queue)
+                stretch = await self._kept(future, progress, keep)
                 progress, pending, copied = stretch.progress, stretch.pending, stretch.copied
                 continue
             if pending is not None:
                 progress = await self._awaited(pending)
             else:
-                progress = await self._run_async(progress, seed, threads, copied)
+                data = await _copied(progress.data, threads) if copied is _NOT_COPIED else copied
+                progress = await self._run_async(progress.step, data, seed, queue)
+                del data
             pending, copied = None, _NOT_COPIED
             keep(progress)
 
@@ -217,11 +226,8 @@ class TransformChain:
         """Whether there is anything to do before the next async function."""
         return progress.step < self._ends[progress.step] or type(progress.data) is Gathered
 
-    async def _in_thread(
-        self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None]
-    ) -> _Stretch:
-        """Run sync functions in a thread. What it has done is kept, even if it failed or the task was cancelled."""
-        future = threads.transform(self._run_sync, progress, seed)
+    async def _kept(self, future: Future[_Stretch], progress: Partial, keep: Callable[[Partial], None]) -> _Stretch:
+        """Wait for a thread. What it has done is kept, even if it failed or the task was cancelled."""
         cancelled = await finish(future)
         try:
             stretch = future.result()
@@ -237,15 +243,16 @@ class TransformChain:
             del cancelled  # the error holds this frame, which must not hold the error
         return stretch
 
-    def _run_sync(self, progress: Partial, seed: int) -> _Stretch:
+    def _run_sync(self, progress: Partial, seed: int, queue: object) -> _Stretch:
         """Run units up to the next async function, or to a function that returns an awaitable. In a thread."""
         stretch = _Stretch(progress)
-        job = Job(self._guard)
+        job = Job(self._guard, queue, in_thread=True)
         start, at_work = time.perf_counter(), time.thread_time()
         try:
             while self._is_sync(stretch.progress):
                 step, result = job.run(self._run_unit, stretch.progress, seed)
                 if isinstance(result, Awaitable):
+                    job.in_thread = False
                     stretch.pending = Pending(step, result, job)
                     break
                 stretch.progress = Partial(step, result)
@@ -315,19 +322,8 @@ class TransformChain:
 
     # -- async functions -----------------------------------------------------------------------------------------------
 
-    async def _run_async(self, progress: Partial, seed: int, threads: Threads, copied: Any) -> Partial:
-        """Run an async function.
-
-        Args:
-            progress: where the ticket is.
-            seed: the seed of the ticket.
-            threads: where a large copy is made.
-            copied: the private copy, if there is one already.
-        """
-        if copied is _NOT_COPIED:
-            copied = await _copied(progress.data, threads)
-        step = self.steps[progress.step]
-        return Partial(progress.step + 1, await Job(self._guard).wait(step.call, copied, seed))
+    async def _run_async(self, step: int, data: Any, seed: int, queue: object) -> Partial:
+        return Partial(step + 1, await Job(self._guard, queue).wait(self.steps[step].call, data, seed))
 
     async def _awaited(self, pending: Pending) -> Partial:
         step = self.steps[pending.step - 1]

@@ -258,6 +258,7 @@ def test_shapes_of_other_leaves_and_containers() -> None:
         TensorDict({"x": torch.zeros(6, 2)}, batch_size=[6, 2]),
     ]
     found: list[Any] = shaped(data, (2, 3))
+    nested: Any
     array, named, frozen, nothing, tensordict, deeper = found
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert type(named) is Named
@@ -270,7 +271,8 @@ def test_shapes_of_other_leaves_and_containers() -> None:
     assert tensordict.batch_size == torch.Size([2, 3])
     assert tensordict["x"].shape == (2, 3, 2)
     assert deeper.batch_size == torch.Size([2, 3, 2])
-    assert shaped(list("abcdefgh"), (2, 2, 2)) == [[["a", "b"], ["c", "d"]], [["e", "f"], ["g", "h"]]]
+    nested = shaped(list("abcdefgh"), (2, 2, 2))
+    assert nested == [[["a", "b"], ["c", "d"]], [["e", "f"], ["g", "h"]]]
     assert shaped(torch.zeros(0, 2), (0, 3)).shape == (0, 3, 2)
 
 

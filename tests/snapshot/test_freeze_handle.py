@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -296,9 +297,10 @@ async def test_a_buffer_that_is_dropped_with_its_freeze_is_gone() -> None:
     buffer = await filled()
     handle = await buffer.freeze()
     handle.release()
+    left = [weakref.ref(handle), weakref.ref(buffer), weakref.ref(buffer._freezer)]
     del handle, buffer
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each).__name__ in ("Freeze", "Freezer")]
+    assert [each() for each in left] == [None] * 3
 
 
 async def test_another_loop_may_not_release_it() -> None:

@@ -247,7 +247,7 @@ def test_tensordict_with_another_batch_size() -> None:
         (0, ValueError, "capacity: expected at least 1, found 0"),
         (-3, ValueError, "capacity: expected at least 1, found -3"),
         (True, TypeError, "capacity: expected an int, found True of type bool"),
-        (1.0, TypeError, "capacity: expected an int, found 1.0 of type float"),
+        (1.0, TypeError, "capacity: expected an int, found 1.0 of type float: write capacity=1"),
         ("5", TypeError, "capacity: expected an int, found '5' of type str"),
     ],
     ids=str,
