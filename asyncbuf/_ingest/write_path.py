@@ -145,7 +145,10 @@ class WritePath:
         return prepared if self._storage.is_current(prepared) else prepare(items)
 
     def _commit(self, placement: Placement, event: WriteEvent | None, grant: Grant | None) -> None:
-        self._table.commit(placement)
+        try:
+            self._table.commit(placement)
+        except BaseException as error:
+            self._broken(error, "the items were written, but the writer did not take that")
         if grant is not None and self._admission is not None:
             self._admission.end(grant)
         if self._tells_sampler:
