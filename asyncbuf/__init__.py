@@ -22,6 +22,7 @@ from asyncbuf.errors import (
     WrongLoopError,
 )
 from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 from asyncbuf.stats import BufferStats
@@ -56,6 +57,7 @@ __all__ = [
     "PrefetchError",
     "Prepared",
     "RandomSampler",
+    "Replay",
     "ReplayBuffer",
     "RestoredCheckpoint",
     "RoundRobinWriter",
@@ -66,6 +68,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SchemaError",
     "Snapshot",
+    "Snapshotable",
     "Storage",
     "TensorStorage",
     "WriteEvent",

@@ -214,7 +214,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             self._background.abandon()
             if self._admission is not None:
                 self._admission.forget()
-        self._standstill.abandon()
+        self._freezer.recover()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""

@@ -14,31 +14,49 @@ import pickle
 import tempfile
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
 from asyncbuf._plain import tree
 from asyncbuf.batch import Batch
-from asyncbuf.buffer import ReplayBuffer
+from asyncbuf.protocols import Replay, Snapshotable
 
-Factory = Callable[[], "ReplayBuffer | Awaitable[ReplayBuffer]"]
-Feed = Callable[[ReplayBuffer, int, Batch], Awaitable[object]]
-Played = tuple[list[Batch], dict[str, Any]]  # what came, and the state in the end
+if TYPE_CHECKING:
+    from asyncbuf.stats import BufferStats
+
 T = TypeVar("T")
+Played = tuple[list[Batch], dict[str, Any]]  # what came, and the state in the end
+
+
+class Resumable(Replay[Any], Snapshotable, Protocol):
+    """What is checked: a buffer that can be saved and says how it is."""
+
+    def stats(self) -> BufferStats:
+        """Counters, at this moment."""
+        ...
+
+    def why_blocked(self) -> str:
+        """In words, what calls wait for."""
+        ...
+
+
+BufferT = TypeVar("BufferT", bound=Resumable)
+Factory = Callable[[], BufferT | Awaitable[BufferT]]
+Feed = Callable[[BufferT, int, Batch], Awaitable[object]]
 
 WAYS = ("snapshot", "state_dict", "directory", "pickle")  # the last two reach another process
 
 
 async def assert_exact_resume(
-    factory: Factory,
+    factory: Factory[BufferT],
     *,
     steps: int = 12,
     at: Iterable[int] | Literal["every"] = "every",
     ways: Sequence[str] = WAYS,
-    elastic_factory: Factory | None = None,
-    feed: Feed | None = None,
+    elastic_factory: Factory[BufferT] | None = None,
+    feed: Feed[BufferT] | None = None,
     in_flight: bool = True,
     hops: int = 2,
     new_process: bool = False,
@@ -165,22 +183,22 @@ class _Saved(NamedTuple):
     queued: int  # how many were in line
 
 
-class _Check(NamedTuple):
+class _Check(NamedTuple, Generic[BufferT]):
     """What is checked, and the stream that came uninterrupted."""
 
-    factory: Factory
-    elastic_factory: Factory | None
-    feed: Feed | None
+    factory: Factory[BufferT]
+    elastic_factory: Factory[BufferT] | None
+    feed: Feed[BufferT] | None
     steps: int
     seconds: float
     folder: str
     original: Played
 
-    async def made(self, *, elastic: bool = False) -> ReplayBuffer:
+    async def made(self, *, elastic: bool = False) -> BufferT:
         made = (self.elastic_factory if elastic and self.elastic_factory else self.factory)()
         return await made if inspect.isawaitable(made) else made
 
-    async def play(self, buffer: ReplayBuffer, start: int) -> Played:
+    async def play(self, buffer: BufferT, start: int) -> Played:
         batches = [await self.step(buffer, number) for number in range(start, self.steps)]
         return batches, await self.soon(buffer.state_dict(), buffer)
 
@@ -191,14 +209,14 @@ class _Check(NamedTuple):
         hint = "two runs of the factory differ (a generator without a seed, or the global one, in a part or a feed?)"
         self.same(0, batches, hint)
 
-    async def step(self, buffer: ReplayBuffer, number: int, asked: Awaitable[Batch] | None = None) -> Batch:
+    async def step(self, buffer: BufferT, number: int, asked: Awaitable[Batch] | None = None) -> Batch:
         batch = await self.soon(buffer.sample() if asked is None else asked, buffer)
         kept = _kept(batch)
         if self.feed is not None:
             await self.feed(buffer, number, batch)
         return kept
 
-    async def soon(self, awaitable: Awaitable[T], buffer: ReplayBuffer) -> T:
+    async def soon(self, awaitable: Awaitable[T], buffer: BufferT) -> T:
         try:
             async with asyncio.timeout(self.seconds):
                 return await awaitable
@@ -219,7 +237,7 @@ class _Check(NamedTuple):
                     self.same(step, [await self.step(buffer, step, asked)], "the run that was saved")
         return jobs
 
-    async def save_at(self, buffer: ReplayBuffer, step: int, ways: Sequence[str], beside: str) -> list[_Saved]:
+    async def save_at(self, buffer: BufferT, step: int, ways: Sequence[str], beside: str) -> list[_Saved]:
         """Save in each way, at one moment. A consumer that gets its batch before that has been served."""
         before = buffer.stats().delivered
         async with buffer.frozen():
@@ -253,9 +271,9 @@ class _Check(NamedTuple):
             error.add_note(f"resumed from {saved.where}")
             raise
 
-    async def restored(self, saved: _Saved, *, elastic: bool = False) -> ReplayBuffer:
+    async def restored(self, saved: _Saved, *, elastic: bool = False) -> BufferT:
         if saved.way == "pickle":
-            return cast("ReplayBuffer", pickle.loads(saved.what))
+            return cast("BufferT", pickle.loads(saved.what))
         buffer = await self.made(elastic=elastic)
         load = buffer.restore if saved.way == "snapshot" else buffer.load
         await (buffer.load_state_dict if saved.way == "state_dict" else load)(saved.what, elastic=elastic)
@@ -283,7 +301,7 @@ class _Check(NamedTuple):
             assert_same_batch(batch, self.original[0][step], f"{where}, step {step}")
 
 
-async def _saved(buffer: ReplayBuffer, way: str, folder: str) -> Any:
+async def _saved(buffer: Resumable, way: str, folder: str) -> Any:
     if way != "directory":
         ways = {"snapshot": buffer.snapshot, "state_dict": buffer.state_dict}
         return await ways[way]() if way in ways else _pickled(buffer)
@@ -292,7 +310,7 @@ async def _saved(buffer: ReplayBuffer, way: str, folder: str) -> Any:
     return path
 
 
-def _pickled(buffer: ReplayBuffer) -> bytes:
+def _pickled(buffer: Resumable) -> bytes:
     try:
         return pickle.dumps(buffer)
     except Exception as error:

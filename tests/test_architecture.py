@@ -140,7 +140,6 @@ def test_every_room_has_a_floor() -> None:
     assert len(FLOOR) == sum(map(len, FLOORS)), "a room is on two floors"
 
 
-@pytest.mark.xfail(strict=False, reason="the checkpointer names the buffer until both know a protocol")
 def test_nothing_is_imported_from_above() -> None:
     assert imports()
     upwards = [str(each) for each in imports() if FLOOR[each.rooms[0]] < FLOOR[each.rooms[1]]]
@@ -153,13 +152,12 @@ def test_integrations_are_the_business_of_the_facade_alone() -> None:
     assert {target for source, target in pairs if source == "integrations"} <= {"integrations", "_plain", "errors"}
 
 
-@pytest.mark.xfail(strict=False, reason="buffer and stream, and buffer and checkpoint, name each other's types")
 def test_no_circle_between_rooms() -> None:
     found = circle(graph([each.rooms for each in imports()]))
     assert not found, " -> ".join(found)
 
 
-@pytest.mark.xfail(strict=False, reason="buffer and stream name each other's types")
+@pytest.mark.xfail(strict=False, reason="two modules of the storages name each other")
 def test_no_circle_between_modules() -> None:
     found = circle(graph([(each.source, each.target) for each in imports()]))
     assert not found, " -> ".join(found)

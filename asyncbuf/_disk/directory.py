@@ -8,6 +8,7 @@ checkpoint that was there before or the new one, also where one is written over 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -44,6 +45,8 @@ MANIFEST_BYTES = 256 * 1024 * 1024
 _FORMAT = "asyncbuf.checkpoint"
 # A value of as many levels as may be encoded needs at most three of JSON for each.
 _LEVELS = 320
+# What a rename onto a directory says that is there already and not empty.
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-]+)*\.safetensors")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
@@ -96,7 +99,8 @@ class CheckpointWriter:
             # What a save leaves that was interrupted before its first commit is no obstacle.
             if not self._path.is_dir() or not (is_checkpoint(self._path) or _all_ours(self._path)):
                 raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
-            lock = DirectoryLock(self._path.parent, self._path)
+            lock = DirectoryLock(self._path.parent)
+            lock.enter(self._path, required=True)
             if lock.holds(self._path):
                 return lock
             lock.release()  # it was removed meanwhile
@@ -181,16 +185,16 @@ class CheckpointWriter:
         while True:
             try:
                 self._root.rename(self._path)
-            except OSError:
+            except OSError as error:
                 if not is_checkpoint(self._path):
-                    if self._path.exists():
+                    if error.errno not in _TAKEN or self._path.exists():
                         raise
                     continue  # it was removed meanwhile
             else:
                 self._lock.enter(self._path)
                 return
             # Another save to the same place came first: this one replaces it, in one step as well.
-            self._lock.enter(self._path)
+            self._lock.enter(self._path, required=True)
             if self._lock.holds(self._path):
                 break
         (self._root / self._data.name).rename(self._path / self._data.name)

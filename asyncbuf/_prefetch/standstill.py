@@ -102,13 +102,6 @@ class Standstill:
         self._fetcher.end_rest()
         self._pipeline.release()
 
-    def abandon(self) -> None:
-        """The event loop was closed: whoever held the hand-over there will never release it."""
-        if self._lock is not None and self._lock.loop.is_closed():
-            self._lock = None
-            self._fetcher.end_rest()
-            self._pipeline.release()
-
     def waits_for(self) -> str:
         """In words, what ``settle`` and ``rest`` wait for."""
         unsettled = [entry for entry in self._queues.entries if not entry.settled]

@@ -50,6 +50,11 @@ class _Mark:
 _within: ContextVar[tuple[_Mark, ...]] = ContextVar("asyncbuf_within", default=())
 
 
+def is_within_any() -> bool:
+    """Whether the caller is within a freeze, of whatever buffer."""
+    return any(not mark.is_over for mark in _within.get())
+
+
 class Standing:
     """A standstill, from the moment when somebody asks for it.
 
@@ -90,8 +95,8 @@ class Freeze:
         let_go: Callable[[], None],
         hold: float | None,
     ) -> None:
-        self.state = FreezeState.HELD
-        self.mark = _Mark()
+        self.state: FreezeState = FreezeState.HELD
+        self._mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold
@@ -109,12 +114,12 @@ class Freeze:
     @property
     def is_within(self) -> bool:
         """Whether the caller is within."""
-        return self.is_held and self.mark in _within.get()
+        return self.is_held and self._mark in _within.get()
 
     def enter_context(self) -> None:
         """Let the caller, and the tasks that it starts from now on, be within."""
-        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self.mark]
-        _within.set((*marks, self.mark))
+        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self._mark]
+        _within.set((*marks, self._mark))
 
     def capture(self) -> Awaitable[Snapshot]:
         """Take a snapshot in this very step. It may be awaited after the release.
@@ -164,7 +169,7 @@ class Freeze:
         if getattr(self, "state", None) is not FreezeState.HELD:
             return
         self.state = FreezeState.EXPIRED
-        self.mark.is_over = True
+        self._mark.is_over = True
         if self._loop.is_closed():
             self._let_go()
             return
@@ -194,7 +199,7 @@ class Freeze:
         if self.state is not FreezeState.HELD:
             return
         self.state = state
-        self.mark.is_over = True
+        self._mark.is_over = True
         if self._timer is not None:
             self._timer.cancel()
         self._let_go()
@@ -262,8 +267,9 @@ class Freezer:
     @asynccontextmanager
     async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:
         """``asyncio.timeout(left)``, with words."""
+        scope = asyncio.timeout(left)
         try:
-            async with asyncio.timeout(left) as scope:
+            async with scope:
                 yield
         except TimeoutError:
             if not scope.expired():
@@ -273,7 +279,7 @@ class Freezer:
             ) from None
 
     def let_go(self, standing: Standing) -> None:
-        """End a standstill, as far as it has come; to be called once."""
+        """End a standstill, as far as it has come; to be called once, or again after its event loop was closed."""
         if self._holder is standing:
             self._holder = self.frozen = None
         try:
@@ -282,6 +288,12 @@ class Freezer:
         finally:
             if standing.hold is not None:
                 self._standstill.release(standing.hold)
+
+    def recover(self) -> None:
+        """End a standstill whose event loop was closed: nobody else can."""
+        holder = self._holder
+        if holder is not None and holder.hold is not None and holder.hold.loop.is_closed():
+            self.let_go(holder)
 
     @property
     def held_by(self) -> str | None:
