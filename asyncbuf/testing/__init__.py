@@ -1,0 +1,17 @@
+"""For tests of your own parts and buffers: contract suites, exact resume, and comparison bit for bit."""
+
+from asyncbuf.testing.compare import assert_same_batch, difference
+from asyncbuf.testing.resume import WAYS, Factory, Feed, Resumable, assert_exact_resume
+from asyncbuf.testing.samplers import check_sampler, numbered_items
+
+__all__ = [
+    "WAYS",
+    "Factory",
+    "Feed",
+    "Resumable",
+    "assert_exact_resume",
+    "assert_same_batch",
+    "check_sampler",
+    "difference",
+    "numbered_items",
+]
