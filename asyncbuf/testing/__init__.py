@@ -3,6 +3,7 @@
 from asyncbuf.testing.compare import assert_same_batch, difference
 from asyncbuf.testing.resume import WAYS, Factory, Feed, Resumable, assert_exact_resume
 from asyncbuf.testing.samplers import check_sampler, numbered_items
+from asyncbuf.testing.storages import check_storage, varied_items
 
 __all__ = [
     "WAYS",
@@ -12,6 +13,8 @@ __all__ = [
     "assert_exact_resume",
     "assert_same_batch",
     "check_sampler",
+    "check_storage",
     "difference",
     "numbered_items",
+    "varied_items",
 ]

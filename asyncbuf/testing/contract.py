@@ -36,16 +36,20 @@ class Contract:
         self.part = part
         self.where = "when it is new"
 
+    def broken(self, rule: str, expected: object, found: object) -> AssertionError:
+        """The error that names part, rule, step, what was expected and what was found."""
+        return AssertionError(
+            f"{self.part} breaks the rule {rule!r} ({self.where}): expected {expected}, found {found}"
+        )
+
     def require(self, holds: bool, rule: str, expected: object, found: object) -> None:
         """See that a rule holds.
 
         Raises:
-            AssertionError: it does not. The message names part, rule, step, what was expected and what was found.
+            AssertionError: it does not.
         """
         if not holds:
-            raise AssertionError(
-                f"{self.part} breaks the rule {rule!r} ({self.where}): expected {expected}, found {found}"
-            )
+            raise self.broken(rule, expected, found)
 
     @contextlib.contextmanager
     def allowed(self, rule: str) -> Iterator[None]:
@@ -55,8 +59,7 @@ class Contract:
         except AssertionError:
             raise
         except Exception as error:
-            message = f"{self.part} breaks the rule {rule!r} ({self.where}): expected no error, found {error!r}"
-            raise AssertionError(message) from error
+            raise self.broken(rule, "no error", repr(error)) from error
 
     @contextlib.contextmanager
     def kept(self, rule: str) -> Iterator[None]:

@@ -154,7 +154,7 @@ class History:
             contract.same(self._state_if("check_write"), before, "a write that is refused changes nothing")
             return f"refused: {error}"
         except Exception as error:
-            contract.require(False, "check_write refuses with a ValueError", "a ValueError", repr(error))
+            raise contract.broken("check_write refuses with a ValueError", "a ValueError", repr(error)) from error
         contract.same(self._state_if("check_write"), before, "check_write changes nothing")
         table.storage.write(prepared, placement.runs)
         table.commit(placement)
@@ -229,8 +229,7 @@ class History:
             return None
         except Exception as error:
             rule = "a draw succeeds, or is refused with a ValueError"
-            contract.require(False, rule, f"a draw of {size}", repr(error))
-            raise
+            raise contract.broken(rule, f"a draw of {size}", repr(error)) from error
 
     def _check(self, draw: Draw, rows: Rows, size: int, place: Place) -> None:
         contract = self._contract
@@ -339,7 +338,7 @@ class History:
     # -- in the end ---------------------------------------------------------------------------------------------------
 
     def check_end(self) -> None:
-        """When all draws are settled and all items are new, a batch can be drawn; removals and ``clear`` leave it valid."""
+        """When all draws are settled and all items are new, a batch can be drawn; so it is after removals."""
         contract, size = self._contract, self._setting.sizes[0]
         self._passes.check_whole()
         contract.where = f"seed {self._setting.seed}, after the last step"
