@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import pickle
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,15 @@ def revived(plain: Any) -> Any:
     document, tensors = split(plain)
     kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     return decode(join(json.loads(json.dumps(document, allow_nan=False)), kept))
+
+
+def is_picklable(part: Any) -> bool:
+    """Whether ``pickle`` takes a part. Those that are local to a function, it does not."""
+    try:
+        pickle.dumps(part)
+    except Exception:
+        return False
+    return True
 
 
 def scramble(value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.storage import TensorStorage
 from asyncbuf.testing.compare import assert_same_batch
-from asyncbuf.testing.contract import Contract, check_malformed
+from asyncbuf.testing.contract import Contract, check_malformed, is_picklable
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
 from asyncbuf.testing.sampler_history import Disturbance, History, Setting
 
@@ -213,7 +212,7 @@ async def _check_buffers(buffers: _Buffers, contract: Contract) -> None:
     contract.require(bool(streams[0]), "a buffer with it gives batches", "a batch of a full buffer", "none")
     if "handed_over" not in sampler.hooks:
         _check_streams(streams, contract)
-    ways = WAYS if _is_picklable(sampler) else WAYS[:3]
+    ways = WAYS if is_picklable(sampler) else WAYS[:3]
     contract.where = "a whole buffer with prefetch=2, among writes and priority updates"
     with contract.kept("a buffer with it resumes exactly"):
         await assert_exact_resume(
@@ -230,11 +229,3 @@ def _check_streams(streams: Sequence[Sequence[Batch]], contract: Contract) -> No
         with contract.kept(rule):
             for found, expected in zip(stream, streams[0], strict=True):
                 assert_same_batch(found, expected, f"batch {expected.number}")
-
-
-def _is_picklable(part: Any) -> bool:
-    try:
-        pickle.dumps(part)
-    except Exception:
-        return False
-    return True

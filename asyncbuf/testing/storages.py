@@ -12,7 +12,7 @@ import torch
 
 from asyncbuf.errors import SchemaError
 from asyncbuf.storage import Runs
-from asyncbuf.testing.contract import Contract, check_malformed, revived, scramble
+from asyncbuf.testing.contract import Contract, check_malformed, is_picklable, revived, scramble
 from asyncbuf.testing.storage_history import Shelf, StorageHistory, stacked
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ async def _check_end(history: StorageHistory, shelf: Shelf, contract: Contract, 
     await history.step(random.Random(0), "write")
     await history.load(frozen.meta, chunks, rows)
     await history.check_rows("load_rows replaces the contents")
-    if _is_picklable(shelf.make_storage(shelf.capacity)):
+    if is_picklable(shelf.make_storage(shelf.capacity)):
         other = StorageHistory(shelf, contract, pool)
         with contract.allowed("a storage can be pickled whatever is in it"):
             other.storage = pickle.loads(pickle.dumps(storage))
@@ -201,11 +201,3 @@ async def _check_damage(history: StorageHistory, contract: Contract, meta: Any, 
             await history.check_rows("load_rows changes nothing until its result is called")
         else:
             raise contract.broken("load_rows refuses chunks that are not all there", "an error", "none")
-
-
-def _is_picklable(part: Any) -> bool:
-    try:
-        pickle.dumps(part)
-    except Exception:
-        return False
-    return True
