@@ -160,9 +160,10 @@ class _Asked:
     def _check_monotone(self, counters: Counters) -> None:
         setting, size = self._setting, self._setting.batch_size
         more, less = setting.written(counters, 1), setting.drawn(counters)
-        steps: list[tuple[str, Answer | None, Answer | None]] = [
-            ("an item more hinders no draw", self.may_draw(counters, size), self.may_draw(more, size)),
-            ("a smaller batch is no harder to draw", self.may_draw(counters, size), self.may_draw(counters, 1)),
+        draw = self.may_draw(counters, size)
+        steps: list[tuple[str, Any, Any]] = [
+            ("an item more hinders no draw", draw, self.may_draw(more, size)),
+            ("a smaller batch is no harder to draw", draw, self.may_draw(counters, 1)),
         ]
         for items in setting.write_sizes:
             now = self.may_write(counters, items)

@@ -183,11 +183,12 @@ class _History:
             del self._rows[row]
         return rows
 
-    def _clear(self) -> None:
+    def _clear(self) -> Any:
         with self._contract.allowed("clear never fails"):
             self._table.clear()
         self._rows.clear()
         self._was_removed = False
+        return None
 
     def _check_books(self) -> None:
         """Compare what the writer says with what should be."""
