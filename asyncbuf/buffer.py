@@ -18,6 +18,7 @@ from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import Lifecycle, State
+from asyncbuf._runtime.reentry import ReentryGuard, current_job
 from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
@@ -117,13 +118,19 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         storage.expect(self._prefetch + self._workers + 2)
         self._gate = HistoryGate()
         self._table = Table(storage, self._writer, self._sampler, config.limiter, self._generator)
+        guard = self._guard = ReentryGuard()
         chain = TransformChain(
             config.collate,
             config.transforms,
             foreign_collate=collate_fn is not None,
+            takes_items=storage.needs_collate,
             device=config.device,
             pin_memory=config.pin_memory,
+            combine=self._sampler.combine if "combine" in self._sampler.hooks else None,
+            guard=guard,
         )
+        # Others can make a batch that a transform waits for, unless all must wait for that transform.
+        guard.helpers = 0 if chain.ordered else self._workers - 1
         self._life = Lifecycle()
         self._threads = Threads(self._workers)
         admission = self._admission = Admission(self._table) if config.limiter.holds_writers else None
@@ -143,13 +150,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._drawer = prefetching.drawer
         self._fetcher = prefetching.fetcher
         self._pipeline = prefetching.pipeline
-        self._standstill = prefetching.standstill
         self._background = prefetching.background
         self._writes = WritePath(
             self._table, self._gate, self._threads, admission, self._life, self._drawer, self._background.fail
         )
         state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
-        self._snapshots = Snapshotter(state, self._standstill, self._gate)
+        self._snapshots = Snapshotter(state, prefetching.standstill, self._gate, guard)
         self._freezer = self._snapshots.freezer
         self._arguments = config.arguments
 
@@ -186,6 +192,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         if self._life.is_idle:
             return
         self._life.check_loop()
+        self._guard.check_close()
         self._background.begin_close()
         if not await self._background.closed(timeout):
             raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
@@ -336,13 +343,16 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             TypeError, ValueError: no such batch size is possible.
             WrongLoopError: the buffer belongs to another event loop.
         """
+        if current_job() is not None:
+            self._guard.check("sample", batch_size in (None, self._batch_size))
         await self._turn()
         queue = self._pipeline.main_queue
         if queue is None or batch_size is not None:
             queue = self._queue(batch_size)
         batch = self._pipeline.take_now(queue)
         if batch is None:
-            batch = await self._pipeline.take(queue)
+            with self._guard.waiting("sample", queue is self._pipeline.main_queue):
+                batch = await self._pipeline.take(queue)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
 
@@ -374,13 +384,16 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
         """The step of a ``BatchStream``: the next batch, or None at its end."""
+        if current_job() is not None:
+            self._guard.check("sample", True)
         await self._turn()
         queue = self._queue(None)
         batch = self._pipeline.take_now(queue, cursor)
         if batch is not None:
             return batch
         try:
-            return await self._pipeline.take(queue, cursor)
+            with self._guard.waiting("sample", True):
+                return await self._pipeline.take(queue, cursor)
         except BufferClosedError:
             if self._life.state is State.NEW:
                 raise

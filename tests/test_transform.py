@@ -375,8 +375,9 @@ def test_mixed_seeds() -> None:
 
 
 async def test_quick_after_a_few_quick_runs(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.0, 1.0, 2.0, 2.00001, 3.0, 3.00001, 4.0, 4.1])
-    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    clocks = [iter([0.0, 1.0, 2.0, 2.00001, 3.0, 3.00001, 4.0, 4.1]) for _ in range(2)]
+    time = SimpleNamespace(perf_counter=lambda: next(clocks[0]), thread_time=lambda: next(clocks[1]))
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", time)
     chain = TransformChain(None, [double])
     quick = [chain.quick]
     for _ in range(4):
@@ -394,8 +395,9 @@ async def test_slow_or_async_chains_are_not_quick(threads: Threads, monkeypatch:
         await run(stateful, 1, threads)
     assert not chain.quick
     assert not stateful.quick
-    seconds = iter(range(100))
-    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    clocks = [iter(range(100)) for _ in range(2)]
+    time = SimpleNamespace(perf_counter=lambda: next(clocks[0]), thread_time=lambda: next(clocks[1]))
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", time)
     slow = TransformChain(None, [double])
     for _ in range(5):
         await run(slow, 1, threads)
@@ -447,23 +449,25 @@ def test_not_callable(wrong: Any) -> None:
 # -- device ------------------------------------------------------------------------------------------------------------
 
 
-class Journey:
-    def to(self, device: Any) -> None:
+class Date:
+    """Has a method ``to`` that means something else."""
+
+    def to(self, time_zone: Any) -> None:
         raise AssertionError
 
 
 async def test_device_moves_every_tensor_and_nothing_else(threads: Threads) -> None:
-    journey = Journey()
+    date = Date()
     data = {
         "x": torch.zeros(2),
-        "nested": [(torch.ones(3), "text"), journey],
+        "nested": [(torch.ones(3), "text"), date],
         "td": TensorDict({"y": torch.zeros(2, 3)}, batch_size=[2]),
     }
     moved = await run(TransformChain(None, [], device=torch.device("meta")), data, threads)
     assert moved["x"].device.type == "meta"
     assert moved["nested"][0][0].device.type == "meta"
     assert moved["nested"][0][1] == "text"
-    assert moved["nested"][1] is journey
+    assert moved["nested"][1] is date
     assert moved["td"]["y"].device.type == "meta"
     assert moved["td"].batch_size == torch.Size([2])
 

@@ -108,7 +108,7 @@ class WritePath:
 
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         placement = self._table.place(prepared.count)
-        event = self._table.check_write(placement, prepared)
+        event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
         return placement
@@ -119,7 +119,7 @@ class WritePath:
         async with self._gate.turn(exclusive=True):
             prepared = self._confirmed(prepared, prepare, items)
             placement = self._table.place(prepared.count)
-            event = self._table.check_write(placement, prepared)
+            event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
             copied = self._threads.copy(self._storage.write, prepared, placement.runs)
             cancelled = await finish(copied)
             copied.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncbuf._prefetch.gathered import shaped
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
@@ -126,12 +127,12 @@ class Drawer:
         is_urgent = bool(queue.waiters)
         queue.append(entry)
         self._counts.peak_queued = max(self._counts.peak_queued, self._queues.queued)
-        if self._went_on is not None:
-            self._went_on()
         if error is None:
             self._fetcher.make(entry, queue.offload, is_urgent=is_urgent)
         else:
             self._fetcher.fail(entry, error)
+        if self._went_on is not None:
+            self._went_on()
 
     def retry_first(self, queue: TicketQueue) -> None:
         """Try a ticket again whose failure a consumer has seen."""
@@ -155,6 +156,8 @@ class Drawer:
         try:
             draw = self._table.draw(queue.batch_size)
             data = self._fetcher.gathered(draw)
+            if draw.shape is not None:
+                data = shaped(data, draw.shape)
         except BaseException as error:
             if draw is None:
                 self._queues.forget(queue)
@@ -172,7 +175,7 @@ class Drawer:
             counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
         if self._went_on is not None:
             self._went_on()
-        return batch_of(data, number, draw, 0, self._table.write_count)
+        return batch_of(data, number, draw, 0, self._table.rows.write_count)
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,13 @@ import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from asyncbuf._prefetch.gathered import arranged, with_joins
 from asyncbuf._prefetch.offload import INLINE_BYTES
 from asyncbuf._prefetch.queue import Entry, Stage
 from asyncbuf._prefetch.transforms import Partial, TransformChain
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached, logger
-from asyncbuf._runtime.torch_modes import outside_inference
+from asyncbuf._runtime.torch_modes import Swapped, disturb_us
 from asyncbuf.storage.base import GatherJobs, Runs
 
 if TYPE_CHECKING:
@@ -152,11 +151,11 @@ class Fetcher:
 
     def _begin_gather(self, entry: Entry, offload: Offload | None, *, is_urgent: bool) -> None:
         """Gather the rows here, or let threads or the storage itself begin with it."""
-        draw = entry.ticket.draw
+        draw = with_joins(entry.ticket.draw)
         nbytes = self._storage.gather_nbytes(draw.indices.shape[0])
         if self._runs_here(nbytes, offload):
             self.inline_gathers += 1
-            entry.keep(Partial(0, self.gathered(draw)))
+            entry.keep(self._arranged(entry, self.gathered(draw)))
             return
         self.thread_gathers += 1
         parts = self._threads.parts(nbytes) if is_urgent else 1
@@ -171,7 +170,14 @@ class Fetcher:
             self._awaited.add(task)
             task.add_done_callback(self._awaited.discard)
         else:
-            entry.keep(Partial(0, rows))
+            entry.keep(self._arranged(entry, rows))
+
+    def _arranged(self, entry: Entry, rows: Any) -> Partial:
+        """Gathered rows, in the shape and with the joins that the draw asked for."""
+        draw = entry.ticket.draw
+        if draw.shape is None and not draw.joins:
+            return Partial(0, rows)
+        return Partial(0, arranged(draw, rows, are_items=self._storage.needs_collate))
 
     def _runs_here(self, nbytes: int, offload: Offload | None) -> bool:
         """Whether rows are gathered on the event loop: as the storage says, or else what was found to be faster."""
@@ -186,8 +192,8 @@ class Fetcher:
 
     def gathered(self, draw: Draw) -> Any:
         """Rows of the storage; the time that took goes into the statistics."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
+        if disturb_us():
+            with Swapped():
                 return self.gathered(draw)
         start = time.perf_counter()
         data = self._storage.gather(draw.indices)
@@ -230,8 +236,8 @@ class Fetcher:
         entry.gathering = False
         if combine is not None and error is None:
             try:
-                with outside_inference():
-                    entry.keep(Partial(0, combine()))
+                with Swapped():
+                    entry.keep(self._arranged(entry, combine()))
             except BaseException as failure:
                 error = failure
         self._gate.release_read()
@@ -248,7 +254,7 @@ class Fetcher:
             return
         if self._chain.ordered:
             self.next_in_order()
-        elif self._chain.quick and progress.step == 0:
+        elif self._chain.runs_here(progress):
             if self._transform_here(entry):
                 self._settled(entry)
         else:
@@ -264,7 +270,8 @@ class Fetcher:
             if not isinstance(error, FAILURES):
                 raise
             return False
-        if after.step < len(self._chain.steps):
+        if not self._chain.is_done(after):
+            entry.keep(after)
             self._todo.put_nowait(entry)
             return False
         entry.ready(after.data)
@@ -307,10 +314,10 @@ class Fetcher:
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
         try:
-            await self._chain.run(entry.progress, entry.ticket.seed, self._threads, entry.keep)
+            await self._chain.run(entry.progress, entry.ticket.seed, self._threads, entry.keep, entry.is_prefetched)
         except asyncio.CancelledError as error:
             if self._is_my_cancellation():
-                if entry.progress.step == len(self._chain.steps):
+                if self._chain.is_done(entry.progress):
                     entry.ready(entry.progress.data)
                 raise
             self.fail(entry, RuntimeError(f"a transform was cancelled from within: {error!r}"))

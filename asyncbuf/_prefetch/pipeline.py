@@ -60,7 +60,7 @@ class Pipeline:
         self._chain = chain
         self._life = lifecycle
         self._held = False
-        self._may_be_drawn_as_batch = not chain.steps and not table.listens_to_hand_over
+        self._may_be_drawn_as_batch = chain.is_empty and not table.listens_to_hand_over
         self.main_queue = queues.main
         self.gave_up: str | None = None
 

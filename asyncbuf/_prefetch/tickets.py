@@ -12,8 +12,9 @@ import torch
 from asyncbuf._plain.codec import cloned, decode, encode
 from asyncbuf._plain.state import fields, same
 from asyncbuf._plain.tree import map_leaves
+from asyncbuf._prefetch.gathered import Gathered
 from asyncbuf._prefetch.queue import Entry
-from asyncbuf._prefetch.transforms import Gathered, Partial
+from asyncbuf._prefetch.transforms import Partial
 from asyncbuf.batch import Draw, Ticket
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointVersionError
 

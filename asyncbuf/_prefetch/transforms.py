@@ -1,113 +1,91 @@
-"""From gathered rows to what a consumer gets: collate, transforms, pinning, device."""
+"""From gathered rows to what a consumer gets: collate, combine, transforms, pinning, device.
+
+A ticket may be interrupted at any time, by an error, the end of the buffer, or a snapshot that does not wait. It then
+starts again from data that no function of the user has seen: what is kept of a ticket is never what a function gets.
+So functions run in *units*, each with a private copy of its input and in a context of its own. A unit is all sync
+functions up to the next async one; or one async function; or, in a chain with stateful transforms, any one function, so
+that none of them runs twice.
+"""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from asyncbuf._plain import tree
+from asyncbuf._prefetch.copies import is_small, private, private_draw
 from asyncbuf._prefetch.device import DeviceTransfer
+from asyncbuf._prefetch.gathered import Gathered, shaped
+from asyncbuf._prefetch.offload import INLINE_BYTES
+from asyncbuf._prefetch.pace import Pace
+from asyncbuf._prefetch.steps import Pending, Step, has, is_stateful
+from asyncbuf._prefetch.steps import mixed_seed as mixed_seed
+from asyncbuf._runtime.reentry import Job, ReentryGuard
+from asyncbuf._runtime.shield import shielded, without_loop
 from asyncbuf._runtime.threads import Threads, finish
-from asyncbuf._runtime.torch_modes import plain_modes
+from asyncbuf.sampler.base import Sampler
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import torch
+
     from asyncbuf.batch import Draw
 
-INLINE_SECONDS = 200e-6
-_MASK = (1 << 63) - 1
-
-
-def mixed_seed(seed: int, number: int) -> int:
-    """A seed of 63 bits from a seed and a number: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    value = (seed + (number + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (value ^ (value >> 31)) & _MASK
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One function of the chain.
-
-    Attributes:
-        function: takes the data, returns the data or an awaitable of it.
-        name: what errors call it.
-        index: position among the transforms, from which its generator is seeded; -1 for others.
-        seeded: whether it accepts ``generator``.
-        is_async: whether it is an async function, which must be called on the event loop.
-        is_foreign: whether it is the user's, and might change the containers that it gets.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    index: int = -1
-    seeded: bool = False
-    is_async: bool = False
-    is_foreign: bool = False
-
-    def __call__(self, data: Any, seed: int) -> Any:
-        if not self.seeded:
-            return self.function(data)
-        return self.function(data, generator=torch.Generator().manual_seed(mixed_seed(seed, self.index)))
-
-    def checked(self, data: Any) -> Any:
-        """What it returned, unless that is nothing.
-
-        Raises:
-            TypeError: it is None.
-        """
-        if data is None:
-            raise TypeError("expected the data of a batch, found None: is a return missing?")
-        return data
-
-    def blame(self, error: BaseException) -> None:
-        """Say in an error that it came from here."""
-        note = f"raised in {self.name}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+_NOT_COPIED = object()
 
 
 class Partial(NamedTuple):
-    """How far a ticket has come.
+    """How far a ticket has come. Goes into a snapshot as ``step`` and ``data``.
 
     Attributes:
-        step: the next function.
-        data: what it gets.
+        step: number of the next function.
+        data: its input. No function of the user holds a reference to it.
+        pending: what a function of the next unit has returned already, to be awaited; None in all other cases.
     """
 
     step: int
     data: Any
+    pending: Pending | None = None
 
 
-class Gathered(NamedTuple):
-    """The rows of a draw with joins, before they are put together.
+class _Stretch:
+    """What a thread has done.
 
     Attributes:
-        draw: the draw.
-        data: a tree whose leaves have shape ``[batch, *item]``.
-        joined: for each join a tree whose leaves have shape ``[*shape of its indices, *item]``.
+        progress: how far the ticket has come.
+        pending: what a function returned that must be awaited, if one did.
+        error: what a function raised, if one did. The units before it are part of ``progress``.
+        copied: a private copy for the async function that is next.
     """
 
-    draw: Draw
-    data: Any
-    joined: Mapping[str, Any]
+    __slots__ = ("copied", "error", "pending", "progress")
+
+    def __init__(self, progress: Partial) -> None:
+        self.progress = progress
+        self.pending: Pending | None = None
+        self.error: Exception | None = None
+        self.copied: Any = _NOT_COPIED
 
 
 class TransformChain:
     """Everything that is done to gathered rows, in order.
 
+    Functions of the user see neither context variables nor torch modes of anybody else. What they set ends with them.
+
     Args:
         collate: turns gathered rows into batched tensors; None where they are.
         transforms: sync or async functions of the data. One that accepts ``generator`` gets a ``torch.Generator``
-            seeded from its ticket and its position. It should not change the tensors that it gets.
+            seeded from its ticket and its position. They may change their input in place.
         foreign_collate: whether ``collate`` is the user's.
-        device: where the tensors go in the end; None leaves them.
+        takes_items: whether the storage gathers lists of stored items. ``collate`` then gets the items themselves in a
+            list of its own.
+        combine: ``combine(draw, data, joined)`` makes one tree of what was gathered for a draw with joins, after
+            ``collate``. None if there are no such draws.
+        device: where tensors go in the end; None leaves them.
         pin_memory: whether they are copied to page-locked memory first.
+        guard: that of the buffer; refuses its calls from within these functions. One of its own if None.
 
     Raises:
         TypeError: a transform is not callable, or has ``state_dict`` without ``load_state_dict``.
@@ -120,60 +98,100 @@ class TransformChain:
         transforms: Sequence[Callable[..., Any]],
         *,
         foreign_collate: bool = False,
+        takes_items: bool = False,
+        combine: Callable[[Draw, Any, Any], Any] | None = None,
         device: torch.device | str | None = None,
         pin_memory: bool = False,
+        guard: ReentryGuard | None = None,
     ) -> None:
         for transform in transforms:
             if not callable(transform):
                 raise TypeError(f"transform: expected a callable, found {transform!r}")
-            if _has(transform, "state_dict") and not _has(transform, "load_state_dict"):
+            if has(transform, "state_dict") and not has(transform, "load_state_dict"):
                 raise TypeError(f"transform: expected load_state_dict beside state_dict, found none in {transform!r}")
         self.transforms = tuple(transforms)
         # A transform whose state may change must see the batches in order, whatever the threads do.
-        self.ordered = any(map(_is_stateful, transforms))
-        calls = [] if collate is None else [_Call(collate, "collate_fn", is_foreign=foreign_collate)]
-        for i, function in enumerate(transforms):
-            name = f"transform {i}, {getattr(function, '__qualname__', None) or type(function).__qualname__}"
-            takes_generator, is_async = _accepts_generator(function), _is_async(function)
-            calls.append(_Call(function, name, i, takes_generator, is_async, is_foreign=True))
+        self.ordered = any(map(is_stateful, transforms))
+        self._collates, self._foreign_collate, self._takes_items = collate is not None, foreign_collate, takes_items
+        self._combines = _combining(combine)
+        steps = [] if collate is None else [Step(collate, "collate_fn", is_foreign=foreign_collate)]
+        steps += [Step.of(transform, index) for index, transform in enumerate(transforms)]
         self._delivery = DeviceTransfer(device, pin_memory)
         if self._delivery.is_needed:
-            calls.append(_Call(self._delivery, "device"))
+            steps.append(Step(self._delivery, "device"))
         self.delivers = self._delivery.is_needed
         self.handed_over = self._delivery.handed_over if self._delivery.waits else None
-        self.steps = tuple(calls)
+        self.steps = tuple(steps)
+        self._ends = [_unit_end(self.steps, start, ordered=self.ordered) for start in range(len(steps) + 1)]
+        units = [self.steps[start:end] for start, end in enumerate(self._ends)]
+        self._needs_copy = [any(step.is_foreign for step in unit) for unit in units]
+        self._guard = ReentryGuard() if guard is None else guard
         # Functions that are quick are not worth a thread, unless they do not finish what they began.
         waits = self._delivery.waits or any(step.is_async for step in self.steps)
         self._may_be_quick = not self.ordered and not waits
-        self._seconds = 0.0
-        self._runs = 0
+        self._pace = Pace()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether what is gathered is handed over as it is, whatever the draw."""
+        return not self.steps and self._combines is None
 
     @property
     def with_state(self) -> list[int]:
         """Which transforms have a ``state_dict``. They are not asked for it: they may be at work."""
-        return [i for i, transform in enumerate(self.transforms) if _has(transform, "state_dict")]
+        return [i for i, transform in enumerate(self.transforms) if has(transform, "state_dict")]
 
     def states(self) -> list[Any]:
         """The state of each transform; None for one that has no ``state_dict``."""
-        return [getattr(t, "state_dict")() if _has(t, "state_dict") else None for t in self.transforms]  # noqa: B009
+        return [getattr(t, "state_dict")() if has(t, "state_dict") else None for t in self.transforms]  # noqa: B009
 
     @property
     def quick(self) -> bool:
         """Whether the chain runs so fast that a thread would cost more than it saves."""
-        return not self.steps or (self._may_be_quick and self._runs >= 3 and self._seconds < INLINE_SECONDS)
+        return not self.steps or (self._may_be_quick and self._pace.is_quick)
 
-    def run_here(self, data: Any, seed: int) -> Partial:
-        """Run a quick chain on the event loop. If it turns out not to be quick, it has not come to the end."""
-        if not self.steps:
-            return Partial(0, data)
-        with plain_modes():
-            progress = self._run_sync(Partial(0, data), seed)
-        if isinstance(progress.data, Awaitable):
-            _discard(progress.data)
-            return Partial(0, data)
-        return progress
+    def runs_here(self, progress: Partial) -> bool:
+        """Whether ``run_here`` is the way to go on with a ticket."""
+        if progress.step or progress.pending is not None:
+            return False
+        return self.quick and (type(progress.data) is not Gathered or self._pace.is_quick)
 
-    async def run(self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None]) -> None:
+    def is_done(self, progress: Partial) -> bool:
+        """Whether a ticket has come to the end of the chain."""
+        return progress.step == len(self.steps) and progress.pending is None and type(progress.data) is not Gathered
+
+    def run_here(self, data: Any, seed: int, queue: object = None) -> Partial:
+        """Run a quick chain on the event loop.
+
+        Args:
+            data: the gathered rows. They stay as they are.
+            seed: the seed of the ticket.
+            queue: where the ticket stands, for the guard.
+
+        Returns:
+            The end of the chain; or, if it has not come to that, where ``run`` must go on.
+        """
+        gathered = Partial(0, data)
+        if self.is_done(gathered):
+            return gathered
+        job = Job(self._guard, queue)
+        start = time.perf_counter()
+        try:
+            step, result = job.run(without_loop, self._run_unit, gathered, seed)
+        except BaseException:
+            job.is_over = True
+            raise
+        if isinstance(result, Awaitable):
+            self._may_be_quick = False
+            return Partial(0, data, Pending(step, result, job))
+        job.is_over = True
+        seconds = time.perf_counter() - start
+        self._pace.note(seconds, seconds)
+        return Partial(step, result)
+
+    async def run(
+        self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None], queue: object = None
+    ) -> None:
         """Run what is left of the chain, sync functions in a thread.
 
         Args:
@@ -181,86 +199,175 @@ class TransformChain:
             seed: the seed of the ticket.
             threads: where sync functions run.
             keep: is told how far the ticket has come, before anything else can happen.
+            queue: where the ticket stands, for the guard.
         """
-        while progress.step < len(self.steps):
-            cancelled = None
-            call = self.steps[progress.step]
-            if call.is_async:
-                progress = Partial(progress.step + 1, await _awaited(call, call(self._prepared(progress), seed)))
+        pending, copied = progress.pending, _NOT_COPIED
+        if pending is not None:
+            progress = progress._replace(pending=None)
+            keep(progress)  # a second try starts again from the data
+        while pending is not None or not self.is_done(progress):
+            if pending is None and self._is_sync(progress):
+                future = threads.transform(self._run_sync, progress, seed, queue)
+                stretch = await self._kept(future, progress, keep)
+                progress, pending, copied = stretch.progress, stretch.pending, stretch.copied
+                continue
+            if pending is not None:
+                progress = await self._awaited(pending)
             else:
-                future = threads.transform(self._run_sync, progress, seed)
-                cancelled = await finish(future)
-                progress = future.result()
-                if isinstance(progress.data, Awaitable) and cancelled is None:
-                    call = self.steps[progress.step - 1]
-                    progress = Partial(progress.step, await _awaited(call, progress.data))
-            if isinstance(progress.data, Awaitable):
-                _discard(progress.data)
-            else:
-                keep(progress)
-            try:
-                if cancelled is not None:
-                    raise cancelled
-            finally:
-                del cancelled
+                data = await _copied(progress.data, threads) if copied is _NOT_COPIED else copied
+                progress = await self._run_async(progress.step, data, seed, queue)
+                del data
+            pending, copied = None, _NOT_COPIED
+            keep(progress)
 
-    def _run_sync(self, progress: Partial, seed: int) -> Partial:
-        """Run functions up to the next async one, or to one that returns an awaitable."""
-        start = time.perf_counter()
-        step, data = progress.step, self._prepared(progress)
-        while step < len(self.steps) and not self.steps[step].is_async:
-            call = self.steps[step]
+    # -- sync functions ------------------------------------------------------------------------------------------------
+
+    def _is_sync(self, progress: Partial) -> bool:
+        """Whether there is anything to do before the next async function."""
+        return progress.step < self._ends[progress.step] or type(progress.data) is Gathered
+
+    async def _kept(self, future: Future[_Stretch], progress: Partial, keep: Callable[[Partial], None]) -> _Stretch:
+        """Wait for a thread. What it has done is kept, even if it failed or the task was cancelled."""
+        cancelled = await finish(future)
+        try:
+            stretch = future.result()
+            if stretch.progress is not progress:
+                keep(stretch.progress)
+            error, stretch.error = stretch.error or cancelled, None
             try:
-                data = call.checked(call(data, seed))
-            except Exception as error:
-                call.blame(error)
-                raise
+                if error is not None:
+                    raise error
+            finally:
+                del error
+        finally:
+            del cancelled  # the error holds this frame, which must not hold the error
+        return stretch
+
+    def _run_sync(self, progress: Partial, seed: int, queue: object) -> _Stretch:
+        """Run units up to the next async function, or to a function that returns an awaitable. In a thread."""
+        stretch = _Stretch(progress)
+        job = Job(self._guard, queue, in_thread=True)
+        start, at_work = time.perf_counter(), time.thread_time()
+        try:
+            while self._is_sync(stretch.progress):
+                step, result = job.run(self._run_unit, stretch.progress, seed)
+                if isinstance(result, Awaitable):
+                    job.in_thread = False
+                    stretch.pending = Pending(step, result, job)
+                    break
+                stretch.progress = Partial(step, result)
+            else:
+                self._pace.note(time.perf_counter() - start, time.thread_time() - at_work)
+                if not self.is_done(stretch.progress):
+                    stretch.copied = private(stretch.progress.data)
+        except Exception as error:
+            stretch.error = error
+        job.is_over = stretch.pending is None
+        if stretch.pending is not None or job.called_out:
+            self._may_be_quick = False  # on the event loop, it would wait for the event loop
+        return stretch
+
+    def _run_unit(self, progress: Partial, seed: int) -> tuple[int, Any]:
+        """Run one unit: the step after it, and what came out. That may be an awaitable, which ends it early."""
+        step, data = progress.step, self._input(progress)
+        end = self._ends[step]
+        if type(data) is Gathered:
+            step, data = int(self._collates), self._combined(data, seed)
+            end = step if self.ordered else self._ends[step]
+        while step < end:
+            data = self.steps[step](data, seed)
             step += 1
             if isinstance(data, Awaitable):
-                self._may_be_quick = False
                 break
-        seconds = time.perf_counter() - start
-        # The first run of a function is slow for reasons of its own.
-        self._seconds = seconds if self._runs < 2 else 0.8 * self._seconds + 0.2 * seconds
-        self._runs += 1
-        return Partial(step, data)
+        return step, data
 
-    def _prepared(self, progress: Partial) -> Any:
-        """The data in containers that may be changed: a second try must find the ones of the first as they were."""
-        return tree.copy_containers(progress.data) if self.steps[progress.step].is_foreign else progress.data
+    def _input(self, progress: Partial) -> Any:
+        """What a unit gets: a private copy of the data, if a function in it may change that."""
+        step, data = progress.step, progress.data
+        if type(data) is Gathered:
+            return self._private(data)
+        if not self._needs_copy[step]:
+            return data
+        if step == 0 and self._collates and self._takes_items and type(data) is list:
+            return list(data)  # the items are the storage's: whoever changes them changes what is stored
+        return private(data)
+
+    # -- draws with joins ----------------------------------------------------------------------------------------------
+
+    def _private(self, gathered: Gathered) -> Gathered:
+        draw, data, joined = gathered.draw, gathered.data, gathered.joined
+        is_foreign = self._combines is not None and self._combines.is_foreign
+        if self._takes_items:
+            data, joined = list(data), {name: list(part) for name, part in joined.items()}
+        elif is_foreign or self._needs_copy[0]:
+            data, joined = private((data, joined))
+        return Gathered(private_draw(draw) if is_foreign else draw, data, joined)
+
+    def _combined(self, gathered: Gathered, seed: int) -> Any:
+        """One tree of what was gathered for a draw, collated before."""
+        draw, data, joined = gathered.draw, gathered.data, gathered.joined
+        if self._collates:
+            data = self._collated(data, draw.shape, seed)
+            joined = {name: self._collated(part, draw.joins[name].shape, seed) for name, part in joined.items()}
+        if not joined:
+            return data
+        if self._combines is None:
+            raise TypeError("combine: expected a function, because the draw has joins; found None")
+        return _at_once(self._combines(Gathered(draw, data, joined), seed), "combine")
+
+    def _collated(self, items: Any, shape: Sequence[int] | None, seed: int) -> Any:
+        data = _at_once(self.steps[0](items, seed), "collate_fn")
+        is_flat = shape is None or len(shape) == 1
+        return data if is_flat or not self._takes_items or self._foreign_collate else shaped(data, shape or ())
+
+    # -- async functions -----------------------------------------------------------------------------------------------
+
+    async def _run_async(self, step: int, data: Any, seed: int, queue: object) -> Partial:
+        return Partial(step + 1, await Job(self._guard, queue).wait(self.steps[step].call, data, seed))
+
+    async def _awaited(self, pending: Pending) -> Partial:
+        step = self.steps[pending.step - 1]
+        return Partial(pending.step, await pending.job.wait(step.wait, pending.awaitable))
 
 
-async def _awaited(call: _Call, result: Awaitable[Any]) -> Any:
+async def _copied(data: Any, threads: Threads) -> Any:
+    if is_small(data, INLINE_BYTES):
+        return shielded(private, data)
+    future = threads.transform(private, data)
+    cancelled = await finish(future)
     try:
-        return call.checked(await result)
-    except Exception as error:
-        call.blame(error)
-        raise
+        if cancelled is not None:
+            raise cancelled
+    finally:
+        del cancelled
+    return future.result()
 
 
-def _discard(data: Any) -> None:
-    if inspect.iscoroutine(data):
-        data.close()
+def _unit_end(steps: Sequence[Step], start: int, *, ordered: bool) -> int:
+    """The step after the unit that begins at ``start``; ``start`` itself before an async function and at the end."""
+    end = start
+    while end < len(steps) and not steps[end].is_async:
+        end += 1
+        if ordered:
+            break
+    return end
 
 
-def _has(transform: Callable[..., Any], method: str) -> bool:
-    return callable(getattr(transform, method, None))
+def _combining(combine: Callable[[Draw, Any, Any], Any] | None) -> Step | None:
+    if combine is None:
+        return None
+    is_foreign = getattr(combine, "__func__", combine) is not Sampler.combine
+    return Step(lambda part: combine(part.draw, part.data, part.joined), "combine", is_foreign=is_foreign)
 
 
-def _is_stateful(transform: Callable[..., Any]) -> bool:
-    """Whether its state may change. Every module has a ``state_dict``: one without parameters or buffers has none."""
-    if isinstance(transform, torch.nn.Module):
-        return bool(transform.state_dict())
-    return _has(transform, "state_dict")
+def _at_once(result: Any, name: str) -> Any:
+    """The result of a function that must not be async.
 
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _accepts_generator(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return False
-    return "generator" in parameters
+    Raises:
+        TypeError: it returned an awaitable.
+    """
+    if not isinstance(result, Awaitable):
+        return result
+    if inspect.iscoroutine(result):
+        result.close()
+    raise TypeError(f"{name}: expected data, because the draw has joins or a shape; found an awaitable: make it sync")

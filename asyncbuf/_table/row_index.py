@@ -60,25 +60,31 @@ class RowIndex:
         after = RowsAfterWrite(before, before.size, added)
         return Rows(before.size + len(added), self._capacity, write_count, after)
 
-    def wrote(self, placement: Placement, first: int) -> None:
-        """Rows were written.
+    def wrote(self, placement: Placement) -> None:
+        """Rows were written."""
+        runs = placement.runs
+        if self.sparse is not None:
+            self.sparse.add(placement.rows)
+        elif len(runs) == 1 and runs[0].row <= self._size:  # the short way, which most writes take
+            self._size = max(self._size, runs[0].row + runs[0].count)
+        elif (size := _dense_size(self._size, runs)) is not None:
+            self._size = size
+        else:
+            self._make_sparse().add(placement.rows)
+
+    def store_numbers(self, placement: Placement, first: int) -> None:
+        """Keep the item numbers of a write, if that is done here.
 
         Args:
             placement: where the items went.
             first: number of the first item that was handed in.
         """
-        if self.sparse is None:
-            size = _dense_size(self._size, placement.runs)
-            if size is None:
-                self._make_sparse().add(placement.rows)
-            else:
-                self._size = size
-        else:
-            self.sparse.add(placement.rows)
-        if self._numbers is not None:
-            for run in placement.runs:
-                start = first + run.item
-                self._numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
+        numbers = self._numbers
+        if numbers is None:
+            return
+        for run in placement.runs:
+            start = first + run.item
+            numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
 
     def remove(self, rows: Int64Array) -> None:
         """Valid rows leave, each of which is given once."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._runtime.shield import shielded
+from asyncbuf._runtime.torch_modes import Swapped, disturb_us
 from asyncbuf._table import checks
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
@@ -39,6 +41,7 @@ class Table:
 
     Attributes:
         limits: the limiter and its counters.
+        has_write_events: whether the sampler wants to see each write as a whole.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
 
     Raises:
@@ -54,6 +57,7 @@ class Table:
         self.sampler = sampler
         self.generator = generator
         self.limits = Limits(limiter)
+        self.has_write_events = not sampler.hooks.isdisjoint(("check_write", "wrote"))
         self.stale_priorities = 0
         self._capacity = storage.capacity
         self._index = RowIndex(storage.capacity, writer)
@@ -62,7 +66,7 @@ class Table:
         self._open_for = _UNKNOWN
         self._asks_sampler = "may_draw" in sampler.hooks
         self._answer_holds = not limiter.counts_draws and not (self._asks_sampler and sampler.counts_draws)
-        self._makes_events = not sampler.hooks.isdisjoint(("check_write", "wrote"))
+        self._counts_items = not (writer.trusted and writer.computes_numbers)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -82,7 +86,7 @@ class Table:
     @property
     def write_count(self) -> int:
         """Number of items ever written."""
-        return self.writer.write_count
+        return (self._rows or self.rows).write_count
 
     @property
     def listens_to_hand_over(self) -> bool:
@@ -113,14 +117,12 @@ class Table:
             checks.placement(placement, count, self._capacity, type(self.writer).__name__)
         return placement
 
-    def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent | None:
+    def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent:
         """Ask the sampler whether items may be written. Changes nothing; an error refuses them.
 
         Returns:
-            What the sampler is told when they are written; None if it does not listen.
+            What the sampler is told when they are written.
         """
-        if not self._makes_events:
-            return None
         sampler, first = self.sampler, self.writer.write_count
         columns = self.storage.columns(prepared, sampler.columns) if sampler.columns else NO_COLUMNS
         event = WriteEvent(placement, first, self.rows, columns)
@@ -131,12 +133,16 @@ class Table:
 
     def commit(self, placement: Placement) -> None:
         """Make rows valid that were written."""
-        first = self.writer.write_count
-        self.writer.commit(placement, self._capacity)
-        if not self.writer.trusted:
+        if self._counts_items:
+            first = self.writer.write_count
+            self.writer.commit(placement, self._capacity)
             checks.write_count(self.writer.write_count, first + placement.offered, type(self.writer).__name__)
-        self._index.wrote(placement, first)
-        self.changed()
+            self._index.store_numbers(placement, first)
+        else:
+            self.writer.commit(placement, self._capacity)
+        self._index.wrote(placement)
+        self._rows = None
+        self._open_for = _UNKNOWN
 
     def wrote(self, placement: Placement, event: WriteEvent | None) -> None:
         """Tell the sampler of rows that were written. An error leaves it in a state that does not go with the rows."""
@@ -198,12 +204,14 @@ class Table:
             ValueError: the sampler says that there is no such batch.
             TypeError, IndexError: a sampler returned something else than valid rows.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return self.draw(batch_size)
         sampler, limits = self.sampler, self.limits
-        draw = sampler.draw(self.rows, batch_size, self.generator)
-        if not sampler.trusted:
+        if sampler.trusted:
+            if disturb_us():
+                with Swapped():
+                    return self.draw(batch_size)
+            draw = sampler.draw(self.rows, batch_size, self.generator)
+        else:
+            draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
             checks.draw(draw, self.rows, type(sampler).__name__)
         limits.drawn += 1
         # Of the samplers that are trusted, only those with passes give fewer rows than were asked for.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from asyncbuf._prefetch.standstill import Hold, Standstill
+    from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf._table.gate import HistoryGate, Turn
     from asyncbuf.checkpoint.snapshot import Snapshot
 
@@ -61,16 +62,18 @@ class Standing:
     Attributes:
         what: who wants it, in words.
         waits_for: what for, in words, until it has come.
+        loop: the event loop in which it is wanted.
         is_queued: whether it waits for its turn in the history.
         hold: of the delivery; None before that is held.
         turn: in the history; None before that has come.
     """
 
-    __slots__ = ("hold", "is_queued", "turn", "waits_for", "what")
+    __slots__ = ("hold", "is_queued", "loop", "turn", "waits_for", "what")
 
     def __init__(self, what: str, waits_for: Callable[[], str]) -> None:
         self.what = what
         self.waits_for = waits_for
+        self.loop = asyncio.get_running_loop()
         self.is_queued = False
         self.hold: Hold | None = None
         self.turn: Turn | None = None
@@ -84,9 +87,6 @@ class Freeze:
     only be answered after the end raises. Other tasks wait for the end.
 
     Any task of the event loop may release it, so a coordinator can freeze several buffers and let go of them elsewhere.
-
-    Attributes:
-        state: whether the buffer still stands still, was released, or was let go when ``hold`` seconds were over.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Freeze:
         let_go: Callable[[], None],
         hold: float | None,
     ) -> None:
-        self.state: FreezeState = FreezeState.HELD
+        self._state = FreezeState.HELD
         self._mark = _Mark()
         self._capture = capture
         self._let_go = let_go
@@ -105,10 +105,15 @@ class Freeze:
         self.enter_context()
 
     @property
+    def state(self) -> FreezeState:
+        """Whether the buffer still stands still, was released, or was let go when the time was over."""
+        if self._state is FreezeState.HELD and self._loop.is_closed():
+            self._end(FreezeState.EXPIRED)  # nobody can release it any more
+        return self._state
+
+    @property
     def is_held(self) -> bool:
         """Whether the buffer still stands still."""
-        if self.state is FreezeState.HELD and self._loop.is_closed():
-            self._end(FreezeState.EXPIRED)  # nobody can release it any more
         return self.state is FreezeState.HELD
 
     @property
@@ -166,9 +171,9 @@ class Freeze:
 
     def __del__(self) -> None:
         """Complain about a freeze that was dropped without a release, and release it."""
-        if getattr(self, "state", None) is not FreezeState.HELD:
+        if getattr(self, "_state", None) is not FreezeState.HELD:
             return
-        self.state = FreezeState.EXPIRED
+        self._state = FreezeState.EXPIRED
         self._mark.is_over = True
         if self._loop.is_closed():
             self._let_go()
@@ -179,14 +184,14 @@ class Freeze:
 
     def __repr__(self) -> str:
         """The state in one line."""
-        return f"<Freeze {self.state.value}>"
+        return f"<Freeze {self._state.value}>"
 
     def _check(self) -> None:
         if self.is_held:
             self._check_loop()
             return
         how = "was released"
-        if self.state is FreezeState.EXPIRED:
+        if self._state is FreezeState.EXPIRED:
             how = "ended with its event loop" if self._hold is None else f"expired after {self._hold} s"
         raise AsyncBufError(f"expected a freeze that is held, found one that {how}: take another one")
 
@@ -196,9 +201,9 @@ class Freeze:
             raise WrongLoopError(f"expected the event loop that took the freeze, {self._loop!r}; found {running!r}")
 
     def _end(self, state: FreezeState) -> None:
-        if self.state is not FreezeState.HELD:
+        if self._state is not FreezeState.HELD:
             return
-        self.state = state
+        self._state = state
         self._mark.is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -211,15 +216,17 @@ class Freezer:
     Args:
         standstill: holds the delivery, and lets the tickets settle.
         gate: the history.
+        guard: knows who waits for the buffer.
 
     Attributes:
         frozen: the freeze that holds the buffer, which is not kept alive by that; None if there is none.
     """
 
-    def __init__(self, standstill: Standstill, gate: HistoryGate) -> None:
+    def __init__(self, standstill: Standstill, gate: HistoryGate, guard: ReentryGuard) -> None:
         self._standstill = standstill
         self._gate = gate
-        self._asked: list[Standing] = []
+        self._guard = guard
+        self._asked: dict[Standing, None] = {}
         self._holder: Standing | None = None
         self.frozen: weakref.ref[Freeze] | None = None
 
@@ -238,31 +245,36 @@ class Freezer:
             TimeoutError: it did not come to rest in time, and goes on as if nobody had asked.
         """
         standing = Standing(what, lambda: f"the end of {self.held_by or 'another standstill'}")
-        self._asked.append(standing)
-        now = asyncio.get_running_loop().time
-        start = now()
+        self._asked[standing] = None
+        start = standing.loop.time()
         try:
-            async with self._limit(standing, timeout, timeout):
-                standing.hold = await self._standstill.hold()
-            self._holder = standing
-            standing.waits_for = self._standstill.waits_for
-            if meanwhile is not None:
-                await meanwhile()
-            else:
-                await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
-            # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
-            left = None if timeout is None else max(0.0, start + timeout - now())
-            async with self._limit(standing, timeout, left):
-                await self._standstill.rest()
-                standing.waits_for = self._ahead
-                standing.is_queued = True
-                standing.turn = await self._gate.enter(exclusive=True)
+            with self._guard.waiting(what):
+                await self._come_to_rest(standing, start, timeout, meanwhile)
         except BaseException:
             self.let_go(standing)
             raise
         finally:
-            self._asked.remove(standing)
+            self._asked.pop(standing, None)
         return standing
+
+    async def _come_to_rest(
+        self, standing: Standing, start: float, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        async with self._limit(standing, timeout, timeout):
+            standing.hold = await self._standstill.hold()
+        self._holder = standing
+        standing.waits_for = self._standstill.waits_for
+        if meanwhile is not None:
+            await meanwhile()
+        else:
+            await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
+        # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
+        left = None if timeout is None else max(0.0, start + timeout - standing.loop.time())
+        async with self._limit(standing, timeout, left):
+            await self._standstill.rest()
+            standing.waits_for = self._ahead
+            standing.is_queued = True
+            standing.turn = await self._gate.enter(exclusive=True)
 
     @asynccontextmanager
     async def _limit(self, standing: Standing, timeout: float | None, left: float | None) -> AsyncIterator[None]:
@@ -290,10 +302,10 @@ class Freezer:
                 self._standstill.release(standing.hold)
 
     def recover(self) -> None:
-        """End a standstill whose event loop was closed: nobody else can."""
-        holder = self._holder
-        if holder is not None and holder.hold is not None and holder.hold.loop.is_closed():
-            self.let_go(holder)
+        """End standstills whose event loop was closed: nobody else can."""
+        if self._holder is not None and self._holder.loop.is_closed():
+            self.let_go(self._holder)
+        self._asked = {standing: None for standing in self._asked if not standing.loop.is_closed()}
 
     @property
     def held_by(self) -> str | None:

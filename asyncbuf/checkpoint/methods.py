@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from asyncbuf._disk.directory import absolute
+from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint.snapshot import Snapshot
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf.checkpoint.freeze import Freeze
     from asyncbuf.checkpoint.snapshotter import Restore, Snapshotter
 
@@ -25,8 +27,14 @@ class SnapshotMethods:
 
     _snapshots: Snapshotter
     _life: Lifecycle
+    _guard: ReentryGuard
     _generator: torch.Generator
     _arguments: dict[str, Any]
+
+    def _check_caller(self, call: str) -> None:
+        """Refuse a call that could only be answered by its own caller."""
+        if current_job() is not None:
+            self._guard.check(call)
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         raise NotImplementedError
@@ -56,6 +64,7 @@ class SnapshotMethods:
             AsyncBufError: the caller is within a freeze of this buffer already.
             ValueError: ``hold`` is not positive.
         """
+        self._check_caller("freeze")
         await self._turn()
         return await self._snapshots.freeze("freeze()", timeout, hold)
 
@@ -74,6 +83,7 @@ class SnapshotMethods:
         Raises:
             TimeoutError, AsyncBufError: as in ``freeze``.
         """
+        self._check_caller("frozen")
         await self._turn()
         with await self._snapshots.freeze("frozen()", timeout):
             yield self
@@ -99,6 +109,7 @@ class SnapshotMethods:
             TimeoutError: a write, a gather or a stateful transform did not end in time.
             CheckpointError: something in the buffer cannot be saved; the message says where.
         """
+        self._check_caller("snapshot")
         await self._turn(within_frozen=True)
         return await self._snapshots.snapshot(timeout)
 
@@ -140,6 +151,7 @@ class SnapshotMethods:
         Raises:
             CheckpointError: it does not fit, or is damaged. The buffer goes on as if nothing had been tried.
         """
+        self._check_caller("restore")
         await self._turn()
         await self._snapshots.restore(lambda: snapshot, elastic=elastic).apply()
 
@@ -156,6 +168,7 @@ class SnapshotMethods:
         Raises:
             CheckpointError: it does not fit, or is damaged.
         """
+        self._check_caller("prepare_restore")
         await self._turn()
         restore = self._snapshots.restore(lambda: snapshot, elastic=elastic)
         await restore.read()
@@ -163,6 +176,7 @@ class SnapshotMethods:
 
     async def load_state_dict(self, state_dict: dict[str, Any], *, elastic: bool = False) -> None:
         """``restore`` from a state dict, which stays the caller's."""
+        self._check_caller("load_state_dict")
         await self._turn()
         await self._snapshots.restore(lambda: Snapshot.borrowed(state_dict), elastic=elastic).apply()
 
@@ -174,6 +188,7 @@ class SnapshotMethods:
             CheckpointError: as in ``restore``.
         """
         path = absolute(path)
+        self._check_caller("load")
         await self._turn()
         await self._snapshots.restore(lambda: Snapshot.open(path), elastic=elastic, moves=True).apply()
 

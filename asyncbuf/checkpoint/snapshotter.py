@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from asyncbuf._prefetch.queue import Loan
     from asyncbuf._prefetch.standstill import Standstill
+    from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf.checkpoint.buffer_state import BufferState, Complete
     from asyncbuf.checkpoint.freeze import Freeze
@@ -69,15 +70,16 @@ class Snapshotter:
         state: the parts of the buffer that have state.
         standstill: its tickets.
         gate: its history.
+        guard: knows who waits for the buffer.
 
     Attributes:
         freezer: brings the buffer to rest for that.
     """
 
-    def __init__(self, state: BufferState, standstill: Standstill, gate: HistoryGate) -> None:
+    def __init__(self, state: BufferState, standstill: Standstill, gate: HistoryGate, guard: ReentryGuard) -> None:
         self._state = state
         self._standstill = standstill
-        self.freezer = Freezer(standstill, gate)
+        self.freezer = Freezer(standstill, gate, guard)
         self._completing: set[asyncio.Task[Snapshot]] = set()
 
     async def freeze(self, what: str, timeout: float | None, hold: float | None = None) -> Freeze:

@@ -116,6 +116,8 @@ class PassGaps:
         """
         members = np.arange(self._length)
         rows = self.rows_of(members)
+        if len(np.unique(rows)) < len(rows) or (len(rows) and rows.max() >= table.capacity):
+            raise CheckpointCorruptError(f"{name}: expected a pass over different rows below {table.capacity}")
         members = members[~table.contains(torch.from_numpy(rows)).numpy()]
         places = members if order is None else order.positions_of(members)
         lost = members[(places >= position) & ~self._gone[members]]

@@ -41,7 +41,7 @@ class SavedRows(NamedTuple):
     free: Int64Array
 
     @classmethod
-    def checked(cls, name: str, used: int, size: int, write_count: int, *tensors: torch.Tensor) -> Self:
+    def checked(cls, name: str, size: int, write_count: int, used: int, *tensors: torch.Tensor) -> Self:
         """What was loaded, in memory of its own.
 
         Raises:

@@ -126,8 +126,8 @@ def test_tensordict_with_text_comes_back() -> None:
 def test_stack_of_text_comes_back() -> None:
     tensordict = pytest.importorskip("tensordict")
     rows = [tensordict.TensorDict({"text": text, "x": torch.zeros(2)}, []) for text in ("one", "two", "three")]
-    batch = torch.stack(rows)
-    square = torch.stack([batch, batch], 1)
+    batch: Any = torch.stack(rows)
+    square: Any = torch.stack([batch, batch], 1)
     for value in (batch, square):
         found = through_json(value)
         assert found.batch_size == value.batch_size
