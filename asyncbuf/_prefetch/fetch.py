@@ -15,7 +15,7 @@ from asyncbuf._prefetch.queue import Entry, Stage
 from asyncbuf._prefetch.transforms import Partial, TransformChain
 from asyncbuf._runtime.supervisor import FAILURES, detached, logger
 from asyncbuf._runtime.threads import Threads
-from asyncbuf._runtime.torch_modes import Swapped, disturb_us
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, is_inference_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -156,7 +156,7 @@ class Fetcher:
 
     def gathered(self, indices: torch.Tensor) -> Any:
         """Rows of the storage; the time that took goes into the statistics."""
-        if disturb_us():
+        if is_inference_on() or dispatch_modes():
             with Swapped():
                 return self.gathered(indices)
         start = time.perf_counter()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._runtime.shield import shielded
-from asyncbuf._runtime.torch_modes import Swapped, disturb_us
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf.batch import Draw
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 
@@ -90,7 +90,7 @@ class Table:
             TypeError, IndexError: a sampler returned something else than rows of the storage.
         """
         if not self._checks_draws:
-            if disturb_us():
+            if (is_inference_on() or dispatch_modes() or function_modes()) and disturb_us():
                 with Swapped():
                     return self.sampler.draw(self.rows, batch_size, self.generator)
             return self.sampler.draw(self.rows, batch_size, self.generator)
