@@ -6,6 +6,7 @@ from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
+from asyncbuf.checkpoint.freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.errors import (
     AsyncBufError,
@@ -21,6 +22,7 @@ from asyncbuf.errors import (
     WrongLoopError,
 )
 from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 from asyncbuf.stats import BufferStats
@@ -44,6 +46,8 @@ __all__ = [
     "Container",
     "Counters",
     "Draw",
+    "Freeze",
+    "FreezeState",
     "GatherJobs",
     "Limiter",
     "ListStorage",
@@ -53,6 +57,7 @@ __all__ = [
     "PrefetchError",
     "Prepared",
     "RandomSampler",
+    "Replay",
     "ReplayBuffer",
     "RestoredCheckpoint",
     "RoundRobinWriter",
@@ -63,6 +68,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SchemaError",
     "Snapshot",
+    "Snapshotable",
     "Storage",
     "TensorStorage",
     "WriteEvent",

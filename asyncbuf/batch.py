@@ -1,27 +1,48 @@
-"""Tickets and batches: what was drawn, and what a consumer gets."""
+"""Draws, tickets and batches: what was drawn, and what a consumer gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import dataclasses
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn
 
+import torch
 from torch.utils import _pytree as torch_pytree
+from typing_extensions import TypeVar
+
+from asyncbuf._runtime.own_memory import own_memory
+from asyncbuf._runtime.summary import listed, literal, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
+    from typing import Self
 
-    import torch
+    _read_only = property
+else:
+
+    def _read_only(read):
+        """A property that raises the error of a frozen dataclass."""
+        return property(read, _refuse, _refuse)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise dataclasses.FrozenInstanceError("a Batch is read-only: dataclasses.replace(batch, data=...) makes another")
+
+
+DataT_co = TypeVar("DataT_co", covariant=True, default=Any)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NUMBERS_TAG = "_asyncbuf_write_count"
 
 
 class Draw(NamedTuple):
-    """What a sampler decides.
+    """The rows of one batch, as a sampler chose them.
 
     Attributes:
-        indices: the rows of a batch, int64 ``[batch]``, on the CPU.
-        info: what else there is to say of each row, such as weights ``[batch]``.
+        indices: the rows, int64 ``[batch]``, on the CPU.
+        info: what else the sampler says of each row, such as weights: float ``[batch]``.
         epoch: number of the pass that the rows belong to; None for a sampler without passes.
         last: whether the pass ends with these rows.
         shape: how the batch axis is split, such as ``(slices, time)``: the leaves of the batch, and its indices, then
@@ -40,10 +61,21 @@ class Draw(NamedTuple):
     lengths: torch.Tensor | None = None
     joins: Mapping[str, torch.Tensor] = _NOTHING
 
-    def __reduce__(self) -> tuple[type[Draw], tuple[Any, ...]]:
+    @classmethod
+    def of(cls, *values: Any) -> Draw:
+        """A draw of all its values in order; empty mappings are those of a draw without."""
+        draw = cls(*values)
+        return draw._replace(info=draw.info or _NOTHING, joins=draw.joins or _NOTHING)
+
+    def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
         """Pickle, which a read-only mapping does not."""
         rest = (self.shape, self.lengths, dict(self.joins))
-        return Draw, (self.indices, dict(self.info), self.epoch, self.last, *rest)
+        return Draw.of, (self.indices, dict(self.info), self.epoch, self.last, *rest)
+
+    def __repr__(self) -> str:
+        """One short line, without the values of tensors."""
+        more = _told(info=self.info, epoch=self.epoch, last=self.last, shape=self.shape)
+        return f"Draw({summary(self.indices)}{more}{_told(lengths=self.lengths, joins=self.joins)})"
 
 
 class Ticket(NamedTuple):
@@ -51,10 +83,10 @@ class Ticket(NamedTuple):
 
     Attributes:
         number: 0 for the first draw of the buffer, then 1, 2, ...
-        draw: what the sampler decided.
+        draw: the rows that the sampler chose.
         seed: seed of the generator that transforms get, 63 bits.
-        write_count: number of items that had been written when it was drawn: a row whose item has a number from this on
-            was replaced since.
+        write_count: number of items that had been written at the draw: a row whose item has this number or a higher
+            one was replaced since. 0 if that is not known.
     """
 
     number: int
@@ -62,19 +94,15 @@ class Ticket(NamedTuple):
     seed: int
     write_count: int = 0
 
+    def __repr__(self) -> str:
+        """One short line, without the values of tensors."""
+        more = _told(seed=self.seed, write_count=self.write_count)
+        return f"Ticket({literal(self.number)}, {self.draw!r}{more})"
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """A ticket made real. Also a pytree: ``torch.utils._pytree.tree_map`` reaches the tensors.
 
-    Attributes:
-        data: a tree whose leaves have shape ``[batch, *item]``; after ``collate_fn`` and transforms, what they return.
-        indices: the rows it was gathered from, int64 ``[batch]``.
-        info: what the sampler says of each row.
-        number: number of the ticket.
-        epoch: number of the pass, None for samplers without passes.
-        last: whether it ends a pass.
-    """
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """The constructor of a batch, as ``dataclasses`` describes it."""
 
     data: Any
     indices: torch.Tensor
@@ -82,29 +110,272 @@ class Batch:
     number: int
     epoch: int | None = None
     last: bool = False
+    write_count: int = 0
+    lengths: torch.Tensor | None = None
+
+
+class Batch(Generic[DataT_co]):
+    """What a consumer gets: the gathered rows of one draw, after ``collate_fn`` and transforms. Read-only.
+
+    ``batch["obs"]`` is short for ``batch.data["obs"]``, and ``len(batch)`` is the number of rows. Two batches are equal
+    only if they are the same object. A batch is a pytree (``torch.utils._pytree.tree_map`` reaches its tensors), works
+    with ``dataclasses.replace``, ``fields`` and ``asdict``, and is pickled in about the bytes of its tensors.
+
+    Args:
+        data: as the attribute; so are the others.
+        indices: the rows.
+        info: what the sampler says of each row.
+        number: number of the ticket.
+        epoch: number of the pass.
+        last: whether the batch ends the pass.
+        write_count: number of items that had been written at the draw.
+        lengths: lengths of ragged groups of rows.
+    """
+
+    # A frozen dataclass to its users, but one that is made in a sixth of the time: each sample() makes one.
+    __slots__ = ("_data", "_draw", "_indices", "_number", "_write_count")
+    __match_args__ = ("data", "indices", "info", "number", "epoch", "last", "write_count", "lengths")
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]] = _Fields.__dataclass_fields__
+
+    def __init__(
+        self,
+        data: DataT_co,
+        indices: torch.Tensor,
+        info: Mapping[str, Any],
+        number: int,
+        epoch: int | None = None,
+        last: bool = False,
+        write_count: int = 0,
+        lengths: torch.Tensor | None = None,
+    ) -> None:
+        self._data = data
+        self._draw = Draw(indices, info, epoch, last, None, lengths)
+        self._number = number
+        self._write_count = write_count
+        self._indices: torch.Tensor | None = None
+
+    @_read_only
+    def data(self) -> DataT_co:
+        """A tree whose leaves have shape ``[batch, *item]``; after ``collate_fn`` and transforms, what they return."""
+        return self._data
+
+    @_read_only
+    def indices(self) -> torch.Tensor:
+        """The rows that were gathered: int64 ``[batch]``, or in the shape that the sampler gave the batch.
+
+        The tensor knows when it was drawn, so that ``buffer.update_priority(batch.indices, priority)`` leaves out rows
+        that were replaced since. What is computed from it, a slice or a copy, does not.
+        """
+        indices = self._indices
+        if indices is None:
+            indices = self._indices = _dated(self._draw, self._write_count)
+        return indices
+
+    @_read_only
+    def info(self) -> Mapping[str, Any]:
+        """What the sampler says of each row, such as weights: float ``[batch]``."""
+        return self._draw.info or {}
+
+    @_read_only
+    def number(self) -> int:
+        """Number of the ticket: 0 for the first draw of the buffer, then 1, 2, ..."""
+        return self._number
+
+    @_read_only
+    def epoch(self) -> int | None:
+        """Number of the pass; None for samplers without passes."""
+        return self._draw.epoch
+
+    @_read_only
+    def last(self) -> bool:
+        """Whether the batch ends its pass."""
+        return self._draw.last
+
+    @_read_only
+    def write_count(self) -> int:
+        """Number of items that had been written at the draw; 0 if that is not known.
+
+        Items are numbered in the order in which they are written. So a row whose item has this number or a higher one
+        was replaced since.
+        """
+        return self._write_count
+
+    @_read_only
+    def lengths(self) -> torch.Tensor | None:
+        """Lengths of ragged groups of rows, one after the other: int64 ``[groups]``. None if rows are not grouped."""
+        return self._draw.lengths
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self._draw.indices.numel()
 
     def __getitem__(self, key: Any) -> Any:
-        """``data[key]``."""
-        return self.data[key]
+        """``data[key]``.
+
+        Raises:
+            KeyError: the data has no such key; the message lists those that there are.
+            TypeError: the data has no keys.
+        """
+        data: Any = self._data
+        try:
+            return data[key]
+        except KeyError:
+            raise KeyError(_no_key(data, key)) from None
+        except (TypeError, IndexError) as error:
+            if isinstance(key, str):
+                raise TypeError(f"expected data with keys for {_quoted(key)}, found {summary(data)}") from error
+            raise
 
     def __contains__(self, key: object) -> bool:
         """``key in data``."""
-        return key in self.data
+        data: Any = self._data
+        return key in data
 
-    # Without this, Python would try batch[0], batch[1], ... as if it were a list.
-    __iter__ = None
+    if TYPE_CHECKING:
+        # Type checkers refuse what the methods below explain at run time.
+        __iter__: ClassVar[None]
+    else:
 
-    def __len__(self) -> int:
-        """Number of items."""
-        return self.indices.shape[0]
+        def __iter__(self) -> NoReturn:
+            raise TypeError("a Batch is not iterable: iterate over batch.data, or over `async for batch in buffer`")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(_no_attribute(self, name), name=name, obj=self)
+
+    def __copy__(self) -> Self:
+        """Share the data."""
+        return type(self)(*_values(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the data."""
+        return type(self)(*copy.deepcopy(_values(self), memo))
+
+    def __replace__(self, /, **changes: Any) -> Self:
+        """``copy.replace``."""
+        return dataclasses.replace(self, **changes)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """Pickle the rows of this batch, and not the memory that other batches or fields share with them."""
+        return type(self), own_memory(_values(self))
+
+    def __repr__(self) -> str:
+        """One short line of keys, shapes and dtypes, such as ``Batch(12, {obs: float32 [256, 60]}, epoch=0)``."""
+        more = _told(info=self.info, epoch=self.epoch, last=self.last, lengths=self.lengths)
+        return f"{type(self).__name__}({literal(self._number)}, {summary(self._data)}{more})"
 
 
-def _flatten(batch: Batch) -> tuple[list[Any], tuple[int, int | None, bool]]:
-    return [batch.data, batch.indices, dict(batch.info)], (batch.number, batch.epoch, batch.last)
+def batch_of(data: Any, number: int, draw: Draw, seed: int, write_count: int) -> Batch[Any]:
+    """Make the batch of a ticket, as in ``batch_of(data, *ticket)``: the short way, which every ``sample()`` takes.
+
+    Args:
+        data: what was gathered, after ``collate_fn`` and transforms.
+        number: number of the ticket.
+        draw: the rows.
+        seed: seed of the transforms, which a batch does not keep.
+        write_count: number of items that had been written at the draw.
+    """
+    batch: Batch[Any] = _new(Batch)
+    batch._data = data
+    batch._draw = draw
+    batch._number = number
+    batch._write_count = write_count
+    batch._indices = None
+    return batch
 
 
-def _unflatten(children: Any, context: Any) -> Batch:
-    return Batch(*children, *context)
+def drawn_rows(batch_or_indices: Any) -> tuple[Any, int | None]:
+    """The rows of a batch, and how many items had been written when they were drawn.
+
+    Args:
+        batch_or_indices: a batch, its ``indices``, or rows of any other origin.
+
+    Returns:
+        The rows, and the write count of their draw; None if that is not known.
+    """
+    if isinstance(batch_or_indices, Batch):
+        return batch_or_indices.indices, batch_or_indices.write_count or None
+    return batch_or_indices, getattr(batch_or_indices, _NUMBERS_TAG, None)
+
+
+_new = object.__new__
+
+
+def _dated(draw: Draw, write_count: int) -> torch.Tensor:
+    """The indices of a draw as a tensor that says when they were drawn."""
+    indices = draw.indices
+    if draw.shape is not None:
+        indices = indices.reshape(draw.shape)
+    if write_count and isinstance(indices, torch.Tensor):
+        if getattr(indices, _NUMBERS_TAG, write_count) != write_count:
+            indices = indices.detach()  # a sampler that draws the same tensor again: each batch has its own date
+        setattr(indices, _NUMBERS_TAG, write_count)
+    return indices
+
+
+def _values(batch: Batch[Any]) -> tuple[Any, ...]:
+    """What the constructor takes."""
+    draw = batch._draw
+    rest = (batch.number, draw.epoch, draw.last, batch.write_count, draw.lengths)
+    return batch.data, batch.indices, dict(draw.info), *rest
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+_HINTS = {
+    "to": "ReplayBuffer(..., device=...) makes batches on a device, and `.to()` moves a tensor of batch.data",
+    "cuda": 'ReplayBuffer(..., device="cuda") makes batches on a GPU, and `.cuda()` moves a tensor of batch.data',
+    "shape": "len(batch) is the number of rows",
+    "size": "len(batch) is the number of rows",
+}
+
+
+def _told(**parts: Any) -> str:
+    """Arguments for a ``repr``, those left out that say nothing."""
+    telling = {name: value for name, value in parts.items() if value is not None and value is not False}
+    return "".join(
+        f", {name}={literal(value)}"
+        for name, value in telling.items()
+        if not (isinstance(value, Mapping) and not value)
+    )
+
+
+def _quoted(key: str) -> str:
+    return f'batch["{key[:80]}"]'
+
+
+def _no_key(data: Any, key: Any) -> str:
+    there_are = f" {listed(data.keys())}" if isinstance(data, Mapping) else " of the data"
+    hint = f"; batch.{key} is an attribute" if key in Batch.__match_args__ else ""
+    return f"expected one of the keys{there_are}; found {listed([key])}{hint}"
+
+
+def _no_attribute(batch: Batch[Any], name: str) -> str:
+    message = f"{type(batch).__name__!r} object has no attribute {name!r}"
+    if name.startswith("_"):
+        return message  # asked for by copy, pickle and the like; a batch that is being made has no data yet
+    data = batch._data
+    if isinstance(data, Mapping) and name in data:
+        return f"{message}: write {_quoted(name)}"
+    if name in _HINTS:
+        return f"{message}: {_HINTS[name]}"
+    if hasattr(data, name):
+        return f"{message}: write batch.data.{name}"
+    return f"{message}; its data is {summary(data)}"
+
+
+# -- as a pytree ------------------------------------------------------------------------------------------------------
+
+
+def _flatten(batch: Batch[Any]) -> tuple[list[Any], tuple[int, int | None, bool, int]]:
+    children = [batch.data, batch.indices, dict(batch.info)]
+    if batch.lengths is not None:
+        children.append(batch.lengths)  # only where there are some: None would be a leaf
+    return children, (batch.number, batch.epoch, batch.last, batch.write_count)
+
+
+def _unflatten(children: Any, context: Any) -> Batch[Any]:
+    data, indices, info, *lengths = children
+    return Batch(data, indices, info, *context, **({"lengths": lengths[0]} if lengths else {}))
 
 
 torch_pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="asyncbuf.Batch")

@@ -6,43 +6,42 @@ import asyncio
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 
-from asyncbuf._prefetch.offload import WRITE_INLINE_BYTES
-from asyncbuf._prefetch.pipeline import Pipeline
-from asyncbuf._prefetch.transforms import TransformChain
-from asyncbuf._runtime.arguments import count, expect
-from asyncbuf._runtime.reentry import ReentryGuard, current_job
-from asyncbuf._runtime.threads import finish
-from asyncbuf._table.gate import HistoryGate
-from asyncbuf._table.table import Table
-from asyncbuf.checkpoint.snapshot import Config
-from asyncbuf.checkpoint.snapshotter import Snapshotter
-from asyncbuf.errors import AsyncBufError, BufferClosedError, WrongLoopError
-from asyncbuf.sampler import RandomSampler, Sampler
-from asyncbuf.stats import BufferStats
-from asyncbuf.storage import Prepared, Storage
+from asyncbuf._assembly import Assembly
+from asyncbuf._prefetch.queue import EpochCursor
+from asyncbuf._runtime.async_only import AsyncOnly
+from asyncbuf._runtime.lifecycle import State
+from asyncbuf._runtime.reentry import current_job
+from asyncbuf.batch import DataT_co
+from asyncbuf.checkpoint.methods import SnapshotMethods
+from asyncbuf.config import BufferConfig
+from asyncbuf.errors import BufferClosedError
 from asyncbuf.stream import BatchStream
-from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
-    from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
+    from asyncbuf.config import Transform
+    from asyncbuf.limiter import Limiter
+    from asyncbuf.sampler import Sampler
+    from asyncbuf.stats import BufferStats
+    from asyncbuf.storage import Storage
+    from asyncbuf.writer import Writer
 
-Transform = Callable[..., Any]
 
-
-class ReplayBuffer(Snapshotter):
+class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
     belong to one event loop; writes and draws take effect in the order of the calls.
+
+    For type checkers, the type of the data of its batches may be said, as in
+    ``buffer: ReplayBuffer[dict[str, torch.Tensor]] = ReplayBuffer(storage)``. Nothing checks it at run time.
 
     Args:
         storage: where items live.
@@ -53,7 +52,8 @@ class ReplayBuffer(Snapshotter):
         prefetch: how many batches are prepared ahead of those asked for, from 0.
         workers: how many batches are gathered and transformed at once, from 1. A large batch that is waited for is
             gathered by up to four threads together, one for each core.
-        min_size: consumers wait until this many items are stored, from 1.
+        min_size: consumers wait until this many items are stored, from 1: short for ``limiter=MinSize(min_size)``.
+        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None.
         transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
@@ -78,78 +78,35 @@ class ReplayBuffer(Snapshotter):
         batch_size: int | None = None,
         prefetch: int = 0,
         workers: int = 1,
-        min_size: int = 1,
+        min_size: int | None = None,
+        limiter: Limiter | None = None,
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        expect(storage, Storage, "storage")
-        self._sampler: Sampler = expect(RandomSampler() if sampler is None else sampler, Sampler, "sampler")
-        self._writer: Writer = expect(RoundRobinWriter() if writer is None else writer, Writer, "writer")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        self._generator: torch.Generator = expect(generator, torch.Generator, "generator")
-        self._batch_size = None if batch_size is None else count(batch_size, "batch_size", 1)
-        self._prefetch = count(prefetch, "prefetch", 0)
-        if self._prefetch and self._batch_size is None:
-            raise ValueError(f"batch_size: expected one, because prefetch is {prefetch}; found None")
-        self._workers = count(workers, "workers", 1)
-        min_size = count(min_size, "min_size", 1)
-        if min_size > storage.capacity:
-            raise ValueError(f"min_size: expected at most the capacity {storage.capacity}, found {min_size}")
-        kind = type(self._sampler)
-        if kind.state_dict is not Sampler.state_dict and kind.load_state_dict is Sampler.load_state_dict:
-            raise TypeError(f"{kind.__name__}: expected load_state_dict beside its state_dict, found none")
-        if self._batch_size is not None:
-            self._sampler.check(storage.capacity, self._batch_size)
-        self._storage = storage
-        # Those in line, those being made, and those that consumers work on.
-        storage.expect(self._prefetch + self._workers + 2)
-        self._gate = HistoryGate()
-        self._table = Table(storage, self._writer, self._sampler, self._generator, min_size)
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn: expected a callable, found {collate_fn!r}")
-        collate = collate_fn if collate_fn is not None else storage.collate if storage.needs_collate else None
-        self._guard = ReentryGuard()
-        chain = TransformChain(
-            collate,
-            _listed(transform),
-            foreign_collate=collate_fn is not None,
-            takes_items=storage.needs_collate,
+        config = BufferConfig.checked(
+            storage,
+            sampler=sampler,
+            writer=writer,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            workers=workers,
+            min_size=min_size,
+            limiter=limiter,
+            transform=transform,
+            collate_fn=collate_fn,
             device=device,
             pin_memory=pin_memory,
-            guard=self._guard,
+            generator=generator,
         )
-        # Others can make a batch that a transform waits for, unless all must wait for that transform.
-        self._guard.helpers = 0 if chain.ordered else self._workers - 1
-        self._pipeline = Pipeline(
-            self._table,
-            chain,
-            self._gate,
-            batch_size=self._batch_size,
-            prefetch=self._prefetch,
-            workers=self._workers,
-        )
-        self._config = Config(self._batch_size, self._prefetch)
-        self._arguments = {
-            "storage": storage,
-            "sampler": self._sampler,
-            "writer": self._writer,
-            "batch_size": batch_size,
-            "prefetch": prefetch,
-            "workers": workers,
-            "min_size": min_size,
-            "transform": list(chain.transforms),
-            "collate_fn": collate_fn,
-            "device": device,
-            "pin_memory": pin_memory,
-        }
-        self._frozen_by: asyncio.Task[Any] | None = None
-        self._state = "new"
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._config = config
+        self._arguments, self._generator = config.arguments, config.generator
+        parts = self._parts = Assembly(config)
+        self._storage, self._table, self._life = config.storage, parts.table, parts.life
+        self._gate, self._guard, self._writes = parts.gate, parts.guard, parts.writes
+        self._pipeline, self._freezer, self._snapshots = parts.pipeline, parts.freezer, parts.snapshots
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -160,14 +117,10 @@ class ReplayBuffer(Snapshotter):
         Raises:
             AsyncBufError: it is open already, or is still being closed.
         """
-        if self._state == "closing" and self._pipeline.is_closed:
-            self._state = "closed"  # nobody waited for the end
-        if self._state not in ("new", "closed"):
-            raise AsyncBufError(f"open: expected a buffer that is not open, found one that is {self._state}")
-        self._state = "open"
-        self._loop = asyncio.get_running_loop()
+        self._parts.recover()
+        self._life.opened()
         try:
-            await self._pipeline.open()
+            await self._parts.background.open()
         except BaseException:
             await self.aclose()
             raise
@@ -184,17 +137,14 @@ class ReplayBuffer(Snapshotter):
         Raises:
             TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
         """
-        if self._state in ("new", "closed"):
+        self._parts.recover()
+        if self._life.is_idle:
             return
+        self._life.check_loop()
         self._guard.check_close()
-        if not (self._pipeline.is_closed and self._loop is not None and self._loop.is_closed()):
-            self._check_loop()
-        self._state = "closing"
-        self._pipeline.begin_close()
-        if not await self._pipeline.closed(timeout):
+        self._parts.background.begin_close()
+        if not await self._parts.background.closed(timeout):
             raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
-        if self._state == "closing":  # else another task has closed, and perhaps opened, it meanwhile
-            self._state = "closed"
 
     async def __aenter__(self) -> Self:
         """Open."""
@@ -208,26 +158,19 @@ class ReplayBuffer(Snapshotter):
 
     def __del__(self) -> None:
         """Complain about a buffer that was dropped while it was open, and end its background work."""
-        if getattr(self, "_state", "new") != "open" or self._loop is None or self._loop.is_closed():
+        life = getattr(self, "_life", None)
+        if life is None or life.state is not State.OPEN or life.loop is None or life.loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._pipeline.begin_close)
+        life.loop.call_soon_threadsafe(self._parts.background.begin_close)
         warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
-
-    def _check_loop(self) -> None:
-        running = asyncio._get_running_loop()
-        if self._loop not in (None, running) and self._state not in ("new", "closed"):
-            found = "no running event loop" if running is None else f"{running!r}"
-            raise WrongLoopError(
-                f"expected the event loop that opened the buffer, {self._loop!r}; found {found} "
-                "(asyncio.run_coroutine_threadsafe reaches it from another thread)"
-            )
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
-        if self._loop is not asyncio._get_running_loop():
-            self._check_loop()
-        if self._frozen_by is not None and not within_frozen:
-            self._check_not_frozen()
+        if self._life.loop is not asyncio._get_running_loop():
+            self._parts.recover()
+            self._life.check_loop()
+        if self._freezer.frozen is not None and not within_frozen:
+            self._freezer.refuse_within()
         return _one_turn()
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -250,7 +193,9 @@ class ReplayBuffer(Snapshotter):
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
         """
-        return await self._write(self._storage.prepare, items)
+        await self._turn()
+        placement = await self._writes.write(self._storage.prepare, items)
+        return torch.from_numpy(placement.rows)
 
     async def add(self, item: Any) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
@@ -258,94 +203,63 @@ class ReplayBuffer(Snapshotter):
         Returns:
             Its row; None if the writer does not keep it.
         """
-        rows = await self._write(self._storage.prepare_one, item)
-        return int(rows[0]) if len(rows) else None
-
-    async def _write(self, prepare: Callable[[Any], Prepared], items: Any) -> torch.Tensor:
         await self._turn()
-        self._check_writable()
-        prepared = prepare(items)
-        if prepared.nbytes > WRITE_INLINE_BYTES:
-            return await self._write_in_thread(prepared, prepare, items)
-        if self._gate.is_free_for_writes:
-            return self._gate.run_now(self._write_here, prepared)
-        async with self._gate.turn(exclusive=True):
-            return self._write_here(self._confirmed(prepared, prepare, items))
-
-    def _write_here(self, prepared: Prepared) -> torch.Tensor:
-        placement = self._table.place(prepared)
-        self._storage.write(prepared, placement.runs)
-        return self._commit(placement)
-
-    async def _write_in_thread(
-        self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any
-    ) -> torch.Tensor:
-        threads = self._pipeline.fetcher.threads
-        async with self._gate.turn(exclusive=True):
-            prepared = self._confirmed(prepared, prepare, items)
-            placement = self._table.place(prepared)
-            copied = threads.copy(self._storage.write, prepared, placement.runs)
-            cancelled = await finish(copied)
-            copied.result()
-            rows = self._commit(placement)
-        if self._state in ("new", "closed"):
-            threads.abandon()  # nobody would end them later
-        try:
-            if cancelled is not None:
-                raise cancelled
-        finally:
-            del cancelled
-        return rows
-
-    def _confirmed(self, prepared: Prepared, prepare: Callable[[Any], Prepared], items: Any) -> Prepared:
-        """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
-        self._check_writable()
-        return prepared if self._storage.is_current(prepared) else prepare(items)
-
-    def _commit(self, placement: Placement) -> torch.Tensor:
-        rows = self._table.commit(placement)
-        self._pipeline.written()
-        return rows
-
-    def _check_writable(self) -> None:
-        if self._state != "new" and (error := self._pipeline.unusable) is not None:
-            raise error
-        if self._pipeline.finished:
-            raise BufferClosedError("finish() was called: the buffer takes no more items")
+        runs = (await self._writes.write(self._storage.prepare_one, item)).runs
+        return runs[0].row if runs else None
 
     async def finish(self) -> None:
         """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.
 
-        ``extend`` and ``add`` raise from here on. Batches can be had as long as enough items are stored.
+        ``extend`` and ``add`` raise from here on, those that wait too. Batches can be had as long as enough items are
+        stored.
         """
         await self._turn()
-        await self._gate.apply(self._pipeline.finish, exclusive=False)
+        await self._gate.apply(self._parts.finish, exclusive=False)
 
     async def empty(self) -> None:
         """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
         await self._turn()
-        await self._gate.apply(self._clear, exclusive=True)
+        await self._gate.apply(self._parts.clear, exclusive=True)
 
-    def _clear(self) -> None:
-        self._table.clear()
-        self._pipeline.flush()
+    async def remove(self, batch_or_indices: Batch[Any] | Any) -> int:
+        """Remove items before they are overwritten. Their rows are free for the next items.
 
-    async def update_priority(self, indices: Any, priority: Any) -> None:
-        """Tell the sampler new priorities; samplers without priorities ignore them.
+        Batches that were drawn before still have them. A pass goes on without those that it has not come to.
 
         Args:
-            indices: rows, as in ``batch.indices``: integers ``[n]``.
-            priority: float ``[n]``, or one number for all.
+            batch_or_indices: a batch, of which rows that were replaced since it was drawn are left out; or rows,
+                integers ``[n]``, of which those without an item are left out. Each counts once.
+
+        Returns:
+            How many items were removed.
+
+        Raises:
+            TypeError: the rows are not integers.
+            IndexError: one is not a row of the storage.
+        """
+        await self._turn()
+        return await self._writes.remove(batch_or_indices)
+
+    async def update_priority(self, batch_or_indices: Batch[Any] | Any, priority: Any) -> None:
+        """Tell the sampler new priorities; samplers without priorities ignore them.
+
+        Rows that were replaced or removed since the batch was drawn are left out, and counted in
+        ``stats().stale_priorities``. That needs the batch, or the very tensor ``batch.indices``: it is not known when
+        other rows were drawn.
+
+        Args:
+            batch_or_indices: a batch; or rows, as in ``batch.indices``: integers ``[n]``.
+            priority: float ``[n]``, in the order of the rows, or one number for all.
 
         Raises:
             TypeError, ValueError, IndexError: they do not fit each other or the storage.
         """
         await self._turn()
-        await self._gate.apply(functools.partial(self._table.update_priority, indices, priority), exclusive=False)
+        await self._writes.update_priority(batch_or_indices, priority)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    async def sample(self, batch_size: int | None = None) -> Batch:
+    async def sample(self, batch_size: int | None = None) -> Batch[DataT_co]:
         """Wait for the next batch.
 
         A cancelled call loses nothing: the next one gets the batch. Consumers are served first come, first served.
@@ -362,33 +276,23 @@ class ReplayBuffer(Snapshotter):
             WrongLoopError: the buffer belongs to another event loop.
         """
         if current_job() is not None:
-            self._guard.check("sample", batch_size in (None, self._batch_size))
+            self._guard.check("sample", batch_size in (None, self._config.batch_size))
         await self._turn()
-        line = self._pipeline.main_line
-        if line is None or batch_size is not None:
-            line = self._line(batch_size)
-        batch = self._pipeline.take_now(line)
+        queue = self._pipeline.main_queue
+        if queue is None or batch_size is not None:
+            queue = self._parts.queue(batch_size)
+        batch = self._pipeline.take_now(queue)
         if batch is None:
-            with self._guard.waiting("sample", line is self._pipeline.main_line):
-                batch = await self._pipeline.take(line)
+            with self._guard.waiting("sample", queue is self._pipeline.main_queue):
+                batch = await self._pipeline.take(queue)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
 
-    def _line(self, batch_size: int | None) -> TicketQueue:
-        if batch_size is not None:
-            batch_size = count(batch_size, "batch_size", 1)
-            self._sampler.check(self.capacity, batch_size)
-        elif self._pipeline.main_line is None:
-            raise ValueError("batch_size: expected one, because the buffer was made without; found None")
-        else:
-            return self._pipeline.main_line
-        return self._pipeline.line(batch_size)
-
-    def __aiter__(self) -> BatchStream:
+    def __aiter__(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
-        return BatchStream(self, one_pass=False)
+        return BatchStream(functools.partial(self._next, None), is_finite=False)
 
-    def epoch(self) -> BatchStream:
+    def epoch(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer.epoch()``: what is left of the pass, or the next pass if none has begun.
 
         Several tasks may iterate over the object together; each batch goes to one of them.
@@ -396,26 +300,26 @@ class ReplayBuffer(Snapshotter):
         Raises:
             TypeError: the sampler has no passes.
         """
-        if self._sampler.epoch is None:
-            raise TypeError(f"epoch: expected a sampler with passes, found {type(self._sampler).__name__}")
-        return BatchStream(self, one_pass=True)
+        if self._config.sampler.epoch is None:
+            raise TypeError(f"epoch: expected a sampler with passes, found {type(self._config.sampler).__name__}")
+        return BatchStream(functools.partial(self._next, EpochCursor()), is_finite=True)
 
-    async def next_of(self, stream: BatchStream) -> Batch | None:
-        """The step of a ``BatchStream``: the next batch, or None at the end of its pass."""
+    async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
+        """The step of a ``BatchStream``: the next batch, or None at its end."""
         if current_job() is not None:
             self._guard.check("sample", True)
         await self._turn()
-        line = self._line(None)
-        batch = self._pipeline.take_now(line, stream.within)
-        if batch is None:
+        queue = self._parts.queue(None)
+        batch = self._pipeline.take_now(queue, cursor)
+        if batch is not None:
+            return batch
+        try:
             with self._guard.waiting("sample", True):
-                batch = await self._pipeline.take(line, stream.within)
-        return batch
-
-    @property
-    def was_opened(self) -> bool:
-        """Whether the buffer is or was open."""
-        return self._state != "new"
+                return await self._pipeline.take(queue, cursor)
+        except BufferClosedError:
+            if self._life.state is State.NEW:
+                raise
+            return None
 
     async def skip(self) -> int | None:
         """Drop the ticket that is first in line, such as one that cannot be made.
@@ -424,7 +328,9 @@ class ReplayBuffer(Snapshotter):
             Its number; None if no ticket is in line.
         """
         await self._turn()
-        return await self._gate.apply(functools.partial(self._pipeline.skip, self._line(None)), exclusive=False)
+        return await self._gate.apply(
+            functools.partial(self._parts.drawer.skip, self._parts.queue(None)), exclusive=False
+        )
 
     async def flush(self) -> int:
         """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
@@ -433,13 +339,13 @@ class ReplayBuffer(Snapshotter):
             How many were dropped.
         """
         await self._turn()
-        return await self._gate.apply(self._pipeline.flush, exclusive=False)
+        return await self._gate.apply(self._parts.drawer.flush, exclusive=False)
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of stored items."""
-        return self._writer.size
+        return self._table.size
 
     @property
     def capacity(self) -> int:
@@ -449,12 +355,12 @@ class ReplayBuffer(Snapshotter):
     @property
     def write_count(self) -> int:
         """Number of items ever written, overwritten ones included."""
-        return self._writer.write_count
+        return self._table.write_count
 
     @property
     def batch_size(self) -> int | None:
         """Number of items of a batch; None if each call says its own."""
-        return self._batch_size
+        return self._config.batch_size
 
     @property
     def generator(self) -> torch.Generator:
@@ -463,44 +369,19 @@ class ReplayBuffer(Snapshotter):
 
     def stats(self) -> BufferStats:
         """Counters, at this moment."""
-        pipeline = self._pipeline
-        return BufferStats(
-            size=len(self),
-            capacity=self.capacity,
-            write_count=self.write_count,
-            drawn=pipeline.drawn,
-            delivered=pipeline.delivered,
-            dropped=pipeline.dropped,
-            queued=pipeline.queued,
-            in_flight=pipeline.in_flight,
-            waiting_consumers=pipeline.waiting,
-            waiting_writers=self._gate.waiting_writers,
-            peak_queued=pipeline.peak_queued,
-            gather_seconds=pipeline.fetcher.gather_seconds,
-            wait_seconds=pipeline.wait_seconds,
-            retries=pipeline.retries,
-            inline_gathers=pipeline.fetcher.inline_gathers,
-            thread_gathers=pipeline.fetcher.thread_gathers,
-        )
+        return self._parts.stats()
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        reasons = self._pipeline.blocked()
-        if writers := self._gate.waiting_writers:
-            behind = (
-                "a write in a thread" if self._gate.writing else f"{self._gate.readers} gather(s) of earlier batches"
-            )
-            reasons.append(f"{writers} writer(s) wait behind {behind}")
-        if reasons:
-            return "; ".join(reasons)
-        last = self._pipeline.gave_up
-        return "nobody waits" if last is None else f"nobody waits now; when a call last gave up, {last}"
+        return self._parts.why_blocked()
 
     def __repr__(self) -> str:
         """The state in one line."""
+        config = self._config
         return (
-            f"<ReplayBuffer {self._state} {len(self)}/{self.capacity} items, batch_size={self._batch_size}, "
-            f"prefetch={self._prefetch}, workers={self._workers}, {type(self._sampler).__name__}>"
+            f"<ReplayBuffer {self._life.state.value} {len(self)}/{self.capacity} items, "
+            f"batch_size={config.batch_size}, prefetch={config.prefetch}, workers={config.workers}, "
+            f"{type(config.sampler).__name__}>"
         )
 
 
@@ -508,7 +389,3 @@ class ReplayBuffer(Snapshotter):
 def _one_turn() -> Generator[None, None, None]:
     """``asyncio.sleep(0)``, without the frames around it."""
     yield
-
-
-def _listed(transform: Transform | Sequence[Transform] | None) -> list[Transform]:
-    return [] if transform is None else list(transform) if isinstance(transform, Sequence) else [transform]

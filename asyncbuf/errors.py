@@ -1,6 +1,6 @@
-"""Every error that asyncbuf raises on purpose.
+"""The errors of this package.
 
-All of them pickle, and each message says what was expected and what was found.
+All of them can be pickled. A message says what was expected, what was found, where, and what to do about it.
 """
 
 from __future__ import annotations
@@ -12,60 +12,65 @@ if TYPE_CHECKING:
 
 
 class AsyncBufError(Exception):
-    """Base class of the errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class BufferClosedError(AsyncBufError):
-    """The buffer is not open: not yet, not any more, or no more data will come."""
+    """The buffer is not open yet, was closed, or will get no more data."""
 
 
 class BufferFailedError(AsyncBufError):
-    """The background work of the buffer ended unexpectedly; the cause is attached."""
+    """The background work of the buffer ended unexpectedly. ``__cause__`` is the error that ended it."""
 
 
 class WrongLoopError(AsyncBufError, RuntimeError):
-    """An open buffer was used from another event loop, or from another thread, than the one that opened it."""
+    """An open buffer was used from an event loop or a thread that did not open it."""
 
 
 class PrefetchError(AsyncBufError):
-    """A ticket could not be made into a batch; the original error is the cause.
+    """A batch could not be made: gathering, ``collate_fn`` or a transform raised. ``__cause__`` is what it raised.
 
-    Nothing is lost: the ticket stays first in line, and the next ``sample()`` tries it again.
+    Nothing is lost. The ticket stays first in the queue, and the next ``sample()`` tries it again; ``skip()`` drops it.
+
+    Args:
+        message: what failed.
+        number: number of the ticket.
+        indices: the rows of the batch.
 
     Attributes:
         number: number of the ticket.
-        indices: the rows that the ticket draws.
+        indices: the rows of the batch.
     """
 
     def __init__(self, message: str, number: int, indices: Sequence[int]) -> None:
         super().__init__(message)
-        self.number = number
-        self.indices = tuple(indices)
+        self.number: int = number
+        self.indices: tuple[int, ...] = tuple(indices)
 
     def __reduce__(self) -> tuple[type[PrefetchError], tuple[str, int, tuple[int, ...]], dict[str, object]]:
-        """Pickle by the arguments of the constructor, notes included."""
+        """Pickle the arguments of the constructor, and notes that were added."""
         return type(self), (str(self), self.number, self.indices), self.__dict__
 
 
 class SchemaError(AsyncBufError, ValueError):
-    """Items do not have the structure, shapes or dtypes of the items stored before them."""
+    """Items differ in structure, shape or dtype from those stored before, or cannot be stored at all."""
 
 
 class CheckpointError(AsyncBufError):
-    """A snapshot or checkpoint could not be written, read or restored. What is live has not changed."""
+    """A snapshot or checkpoint could not be written, read or restored. No live object has changed."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at that place."""
+    """There is no checkpoint at that path."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is damaged: a file is missing, cut, changed or not what it claims to be."""
+    """A checkpoint is damaged: a file is missing, truncated, modified, or holds something else than it should."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint has a format version that this release does not know."""
+    """A checkpoint has a format version that this release cannot read."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint is sound but belongs to something else than what it is restored into."""
+    """A checkpoint is intact, but does not fit the object that it is restored into."""

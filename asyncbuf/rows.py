@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 
 
 class NotYet(NamedTuple):
@@ -65,6 +68,11 @@ class Placement(NamedTuple):
         return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether every item that was handed in goes to a row."""
+        return sum([run.count for run in self.runs]) == self.offered
+
+    @property
     def items(self) -> Int64Array:
         """Positions of the kept items in what was handed in: int64 ``[kept]``."""
         runs = [np.arange(run.item, run.item + run.count, dtype=np.int64) for run in self.runs]
@@ -76,9 +84,11 @@ class ValidRows(Protocol):
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The rows at some positions: int64, in the shape of ``positions``."""
+        ...
 
     def contains(self, rows: torch.Tensor) -> torch.Tensor:
         """Which rows are valid: bool, in the shape of ``rows``."""
+        ...
 
 
 class Rows(NamedTuple):
@@ -115,20 +125,19 @@ class WriteEvent:
         placement: which items go where.
         first: item number of the first item that was handed in.
         table: the table as it is after the write.
-        columns: the leaves that the sampler asked for by ``columns``, of the kept items.
+        offered: the leaves that the sampler asked for by ``columns``, of all items that were handed in.
 
     Attributes:
         table: the table as it is after the write.
-        columns: arrays ``[kept, ...]`` by leaf path.
     """
 
-    __slots__ = ("_first", "_placement", "columns", "table")
+    __slots__ = ("_first", "_offered", "_placement", "table")
 
-    def __init__(self, placement: Placement, first: int, table: Rows, columns: Mapping[str, Any]) -> None:
+    def __init__(self, placement: Placement, first: int, table: Rows, offered: Mapping[str, Any] = NO_COLUMNS) -> None:
         self._placement = placement
         self._first = first
-        self.table = table
-        self.columns = columns
+        self._offered = offered
+        self.table: Rows = table
 
     @property
     def rows(self) -> torch.Tensor:
@@ -144,6 +153,17 @@ class WriteEvent:
     def numbers(self) -> torch.Tensor:
         """Item numbers of the kept items: int64 ``[kept]``."""
         return torch.from_numpy(self._first + self._placement.items)
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The leaves that ``Sampler.columns`` names, of the kept items: arrays ``[kept, ...]`` by leaf path.
+
+        They may share memory with what the caller of ``extend`` handed in: copy what is kept.
+        """
+        if self._placement.keeps_all:
+            return self._offered
+        items = self._placement.items
+        return {path: column[items] for path, column in self._offered.items()}
 
 
 class Counters(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a buffer counts."""
+"""Counters of a buffer."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from typing import NamedTuple
 
 
 class BufferStats(NamedTuple):
-    """A moment in the life of a buffer.
+    """Counters of a buffer at one moment.
+
+    Every ticket that was drawn is in one place: ``drawn == delivered + queued + dropped``.
 
     Attributes:
         size: number of stored items.
-        capacity: number of rows.
+        capacity: number of rows of the storage.
         write_count: number of items ever written, overwritten ones included.
         drawn: number of tickets ever drawn.
-        delivered: number of batches handed to consumers.
+        delivered: number of batches ever handed to consumers.
         dropped: number of tickets dropped by ``skip``, ``flush`` and ``empty``.
-        queued: number of tickets that nobody has taken yet.
-        in_flight: how many of those are still being gathered or transformed.
-        waiting_consumers: number of coroutines waiting for a batch.
-        waiting_writers: number of coroutines waiting to write.
-        peak_queued: the largest value that ``queued`` ever had.
-        gather_seconds: time spent gathering rows, all threads together.
-        wait_seconds: time that consumers spent waiting, all together.
-        retries: number of tickets that were tried again after a failure.
-        inline_gathers: how often rows were gathered on the event loop.
-        thread_gathers: how often in a thread.
+        queued: number of tickets in the queues, ready or not.
+        in_flight: number of queued tickets whose rows are still being gathered or transformed.
+        waiting_consumers: number of calls that wait for a batch.
+        waiting_writers: number of calls that wait to write, those that a limiter holds back included.
+        peak_queued: the highest value of ``queued`` so far.
+        gather_seconds: time spent gathering rows, summed over all threads, in seconds.
+        wait_seconds: time that consumers spent waiting, summed over all of them, in seconds.
+        retries: number of times that a failed ticket was tried again.
+        inline_gathers: number of gathers that ran on the event loop.
+        thread_gathers: number of gathers that ran in a thread.
+        stale_priorities: number of rows whose priorities came too late: the item had been replaced or removed.
     """
 
     size: int
@@ -43,3 +46,4 @@ class BufferStats(NamedTuple):
     retries: int
     inline_gathers: int
     thread_gathers: int
+    stale_priorities: int = 0

@@ -1,36 +1,39 @@
-"""Batches of a buffer as an asynchronous iterator."""
+"""Batches as an asynchronous iterator."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self
 
-from asyncbuf._prefetch.queue import EpochCursor
-from asyncbuf.errors import BufferClosedError
+from asyncbuf._runtime.async_only import NoSyncIteration
+from asyncbuf.batch import DataT_co
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from asyncbuf.batch import Batch
-    from asyncbuf.buffer import ReplayBuffer
 
 
-class BatchStream:
+class BatchStream(NoSyncIteration, Generic[DataT_co]):
     """Batches of a buffer, for ``async for``. Keeps no batch back, so it may be dropped at any time.
 
     Several tasks may iterate over one stream; each batch goes to one of them.
 
-    Attributes:
-        within: the pass of the sampler that it ends with; None if it is endless.
+    Args:
+        next_batch: awaited for each batch; returns None when there are no more.
+        is_finite: whether it stays at its end once that was reached, such as a pass over the items. Otherwise it goes
+            on when there are batches again.
     """
 
-    def __init__(self, buffer: ReplayBuffer, *, one_pass: bool) -> None:
-        self._buffer = buffer
-        self.within = EpochCursor() if one_pass else None
+    def __init__(self, next_batch: Callable[[], Awaitable[Batch[DataT_co] | None]], *, is_finite: bool) -> None:
+        self._next_batch = next_batch
+        self._is_finite = is_finite
         self._over = False
 
     def __aiter__(self) -> Self:
         """The stream itself."""
         return self
 
-    async def __anext__(self) -> Batch:
+    async def __anext__(self) -> Batch[DataT_co]:
         """The next batch.
 
         Raises:
@@ -40,13 +43,8 @@ class BatchStream:
         """
         if self._over:
             raise StopAsyncIteration
-        try:
-            batch = await self._buffer.next_of(self)
-        except BufferClosedError:
-            if not self._buffer.was_opened:
-                raise
-            batch = None
+        batch = await self._next_batch()
         if batch is None:
-            self._over = self.within is not None
+            self._over = self._is_finite
             raise StopAsyncIteration
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import sys
@@ -11,6 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.helpers import TransformClock
 
 try:
     import uvloop
@@ -48,6 +51,28 @@ def pytest_asyncio_loop_factories(
         # With one loop missing the run would be green and have checked half.
         raise pytest.UsageError('uvloop is missing: install ".[test]"')
     return factories
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests that are slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``loops_in_turn``, each case is fast on one of the event loops and slow on the others."""
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("loops_in_turn") is None or item.get_closest_marker("slow") is not None:
+            continue
+        assert isinstance(item, pytest.Function)
+        loop, _, case = item.callspec.id.partition("-")
+        seen = cases.setdefault(item.nodeid.partition("[")[0], [])
+        if case not in seen:
+            seen.append(case)
+        if loop == ("asyncio", "uvloop")[1 - seen.index(case) % 2]:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector, which tests of leaks call, need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +126,20 @@ async def _task_guard(request: pytest.FixtureRequest) -> AsyncIterator[None]:
         await asyncio.sleep(0)
     if leaked := asyncio.all_tasks() - allowed:
         pytest.fail(f"tasks leaked:\n{_stacks(leaked)}", pytrace=False)
+
+
+@pytest.fixture
+def transform_clock(monkeypatch: pytest.MonkeyPatch) -> TransformClock:
+    """Transforms take no time, except what a test adds to this clock."""
+    clock = TransformClock()
+    monkeypatch.setattr("asyncbuf._prefetch.transforms.time", clock)
+    return clock
+
+
+@pytest.fixture
+def transforms_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sync transform is ever so quick that it leaves its thread."""
+    monkeypatch.setattr("asyncbuf._prefetch.pace.INLINE_SECONDS", -1.0)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import itertools
+import random
 import threading
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,7 +20,8 @@ from torch.utils import _pytree as torch_pytree
 from asyncbuf import Batch, Draw, Prepared, RandomSampler, ReplayBuffer, RowRange, Rows, TensorStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+    from contextvars import Context
 
 T = TypeVar("T")
 
@@ -42,10 +46,52 @@ def numbers(batch: Batch) -> list[int]:
     return [int(number) for number in batch["number"]]
 
 
+def some(values: Iterable[Any], *, fast: Collection[Any]) -> list[Any]:
+    """Values of a parameter, of which the default run has some and ``-m slow`` the others.
+
+    Args:
+        values: all of them; a tuple is of several parameters.
+        fast: those of the default run: the least, the most, and one between them.
+    """
+    values = list(values)
+    assert all(value in values for value in fast)
+    return [value if value in fast else _slow(value) for value in values]
+
+
+def crossed(*values: Collection[Any], one_in: int) -> list[Any]:
+    """Every combination of the values of several parameters, of which the default run has one in so many.
+
+    They lie on diagonals: the default run has every value of every parameter, in changing company.
+    """
+    positions = itertools.product(*(range(len(each)) for each in values))
+    combinations = itertools.product(*values)
+    return [
+        combination if sum(where) % one_in == 0 else _slow(combination)
+        for where, combination in zip(positions, combinations, strict=True)
+    ]
+
+
+def _slow(value: Any) -> Any:
+    return pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
+
+
 async def turns(count: int = 10) -> None:
     """Let everything that is ready run, several times over."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def wander() -> None:
+    """Some turns of the loop: few, or so many that threads get somewhere meanwhile, and not from any seed."""
+    await turns(random.choice((0, 1, 2, 10, 100)))
+
+
+def jitter() -> None:
+    """What a call in a thread takes: anything from nothing to a millisecond, and not from any seed.
+
+    The time is the work itself. Nothing waits for it to pass.
+    """
+    time.sleep(random.choice((0.0, 0.0, 0.0, 0.0002, 0.001)))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -87,8 +133,8 @@ class Crew(contextlib.AbstractAsyncContextManager["Crew"]):
     async def __aexit__(self, *_: object) -> None:
         await dismiss(self._tasks)
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(coroutine)
+    def start(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine, context=context)
         self._tasks.append(task)
         return task
 
@@ -141,6 +187,16 @@ class Stop:
 
 def nothing(*_: object) -> None:
     """A hook that does nothing."""
+
+
+class TransformClock:
+    """Time as the chain of transforms measures it, which decides whether they are worth a thread."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
 class ThreadedStorage(TensorStorage):

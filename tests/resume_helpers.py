@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import pickle
 import random
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +57,10 @@ async def reached(stop: Stop) -> None:
 
 
 class Blocking:
-    """A sync transform that waits in its thread while there is a ``stop``; never so quick that it leaves the thread."""
+    """A sync transform that waits in its thread while there is a ``stop``.
+
+    A test that uses it needs the fixture ``transforms_in_threads``: on the event loop it would stop that.
+    """
 
     def __init__(self) -> None:
         self.stop: Stop | None = None
@@ -69,7 +71,6 @@ class Blocking:
         stop = self.stop
         if stop is not None:
             stop()
-        time.sleep(0.0002)
         return {**data, "seen": data["number"] + 1}
 
     def block(self) -> Stop:
@@ -160,7 +161,7 @@ class ThinningWriter(RoundRobinWriter):
 
     def commit(self, placement: Placement, capacity: int) -> None:
         self.offered += placement.offered
-        super().commit(Placement(len(placement.runs), placement.runs), capacity)
+        super().commit(placement, capacity)
 
     def state_dict(self) -> dict[str, Any]:
         return {"ring": super().state_dict(), "offered": self.offered}

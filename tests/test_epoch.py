@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,12 +22,15 @@ from tests.helpers import (
     Latch,
     Stop,
     ThreadedStorage,
+    jitter,
     numbers,
     outcomes,
     rows,
     seeded,
+    some,
     turns,
     until,
+    wander,
     within,
     worker_tasks,
 )
@@ -37,11 +38,7 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-DEPTHS = [0, 1, 2, 3, 8]
-
-
-def jitter() -> None:
-    time.sleep(random.choice((0.0, 0.0, 0.0005, 0.001)))
+every_depth = pytest.mark.parametrize("depth", some([0, 1, 2, 3, 8], fast=[0, 1, 8]))
 
 
 def slow(data: Any) -> Any:
@@ -66,7 +63,7 @@ async def collect(stream: AsyncIterator[Batch]) -> list[int]:
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 @pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("items", [8, 10])
@@ -85,7 +82,7 @@ async def test_passes_end_properly(depth: int, threads: bool, drop_last: bool, i
             assert (stats.queued, stats.drawn) == (0, (epoch + 1) * len(batches))
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 async def test_shuffled_passes_have_each_item_once_and_differ(depth: int) -> None:
     buffer = make(shuffle=True, prefetch=depth, workers=2, transform=slow)
     await buffer.extend(rows(30))
@@ -95,7 +92,7 @@ async def test_shuffled_passes_have_each_item_once_and_differ(depth: int) -> Non
     assert passes[0] != passes[1] != passes[2]
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 @pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
 async def test_new_items_join_at_the_next_pass(depth: int, threads: bool) -> None:
     buffer = make(threads=threads, prefetch=depth, workers=2, transform=slow)
@@ -109,7 +106,7 @@ async def test_new_items_join_at_the_next_pass(depth: int, threads: bool) -> Non
             assert found == list(range(before))
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 async def test_items_written_between_passes_are_in_the_next(depth: int) -> None:
     buffer = make(prefetch=depth)
     async with buffer:
@@ -118,7 +115,7 @@ async def test_items_written_between_passes_are_in_the_next(depth: int) -> None:
             assert await collect(buffer.epoch()) == list(range(count))
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 async def test_the_rest_of_a_pass(depth: int) -> None:
     buffer = make(prefetch=depth)
     await buffer.extend(rows(20))
@@ -128,7 +125,7 @@ async def test_the_rest_of_a_pass(depth: int) -> None:
         assert await collect(buffer.epoch()) == list(range(20))
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 async def test_break_and_go_on(depth: int) -> None:
     buffer = make(prefetch=depth, transform=slow, workers=2)
     await buffer.extend(rows(20))
@@ -207,7 +204,7 @@ async def test_waiting_for_the_first_items() -> None:
 # -- several consumers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 @pytest.mark.parametrize("consumers", [2, 5])
 async def test_consumers_of_one_stream_share_its_pass(depth: int, consumers: int) -> None:
     buffer = make(prefetch=depth, workers=3, transform=slow, threads=True)
@@ -229,7 +226,7 @@ async def test_consumers_of_one_stream_share_its_pass(depth: int, consumers: int
             assert buffer.stats().queued == 0
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 async def test_two_streams_at_once_share_the_pass_under_way(depth: int) -> None:
     buffer = make(prefetch=depth, workers=2, transform=slow)
     await buffer.extend(rows(42))
@@ -263,7 +260,7 @@ async def test_a_crowd_that_waits_for_the_first_items() -> None:
         assert sorted(number for numbers_found in found for number in numbers_found) == list(range(8))
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@every_depth
 async def test_a_stream_and_plain_calls_side_by_side(depth: int) -> None:
     buffer = make(prefetch=depth, workers=2, transform=slow)
     await buffer.extend(rows(40))
@@ -361,7 +358,7 @@ async def test_passes_are_whole_whoever_gives_up(depth: int, rounds: int) -> Non
         for _ in range(rounds):
             stream = buffer.epoch()
             tasks = [asyncio.create_task(consume(stream)) for _ in range(3)]
-            await asyncio.sleep(random.choice((0, 0.0005, 0.002, 0.005)))
+            await wander()
             for task in tasks:
                 task.cancel()
             await outcomes(*tasks)

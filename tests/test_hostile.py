@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +20,18 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-from tests.helpers import CountingTransform, Crew, Stop, ThreadedStorage, outcomes, rows, seeded, turns, within
+from tests.helpers import (
+    CountingTransform,
+    Crew,
+    Stop,
+    ThreadedStorage,
+    TransformClock,
+    outcomes,
+    rows,
+    seeded,
+    turns,
+    within,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -131,12 +141,14 @@ async def test_a_write_in_a_thread_that_raises(kind: type[BaseException]) -> Non
 
 @pytest.mark.parametrize("slow", [False, True], ids=["quick", "slow"])
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind is not GeneratorExit])
-async def test_a_transform_that_raises_something_odd(kind: type[BaseException], slow: bool) -> None:
+async def test_a_transform_that_raises_something_odd(
+    kind: type[BaseException], slow: bool, transform_clock: TransformClock
+) -> None:
     failing = False
 
     def transform(data: Any) -> Any:
         if slow:
-            time.sleep(0.002)
+            transform_clock.now += 0.002
         if failing:
             raise kind("odd")
         return data
@@ -267,7 +279,9 @@ async def test_a_draw_that_fails_after_a_batch_was_taken_does_not_lose_it() -> N
         assert (await within(buffer.sample())).number == 1
 
 
-async def test_thousands_of_failing_turns_in_a_row() -> None:
+# More than the interpreter has room for on its stack, which is what is asked here.
+@pytest.mark.parametrize("count", [1200, pytest.param(3000, marks=pytest.mark.slow)])
+async def test_thousands_of_failing_turns_in_a_row(count: int) -> None:
     sampler, stop = Stubborn(asyncio.CancelledError), Stop()
     storage = ThreadedStorage(50)
     buffer = ReplayBuffer(storage, sampler=sampler, batch_size=4)
@@ -277,7 +291,7 @@ async def test_thousands_of_failing_turns_in_a_row() -> None:
         write = crew.start(buffer.extend(rows(10)))
         await stop.come.reached()
         sampler.bad = range(1, 10_000)
-        consumers = [crew.start(buffer.sample()) for _ in range(3000)]
+        consumers = [crew.start(buffer.sample()) for _ in range(count)]
         await turns()
         stop.go.set()
         ends = await outcomes(write, *consumers)
@@ -482,14 +496,16 @@ async def test_batches_of_others_are_no_inference_tensors(depth: int, sampler: C
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-async def test_a_transform_does_not_see_the_modes_of_the_caller(mode: Callable[[], Any]) -> None:
+async def test_a_transform_does_not_see_the_modes_of_the_caller(
+    mode: Callable[[], Any], transform_clock: TransformClock
+) -> None:
     weight = torch.eye(3, requires_grad=True)
     streams = []
     for slow in (False, True):
 
         def transform(data: Any, slow: bool = slow) -> Any:
             if slow:
-                time.sleep(0.002)
+                transform_clock.now += 0.002
             return {"y": data["x"] @ weight}
 
         buffer = ReplayBuffer(TensorStorage(50), batch_size=4, prefetch=2, transform=transform)

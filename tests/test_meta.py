@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import asyncbuf
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PACKAGE = Path(asyncbuf.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 500
+TESTS = Path(__file__).parent
+TEST_FILES = sorted(TESTS.rglob("*.py"))
+MAX_TEST_LINES = 600
 OPTIONAL = {"gymnasium", "matplotlib", "rich", "tensordict", "torchrl", "uvloop"}
+
+# Where a sleep is the work itself or the tick of a clock. No test sleeps so that something else may happen meanwhile.
+SLEEPS = {
+    "helpers.py: jitter": "what a call in a thread takes, from no seed",
+    "helpers.py: until": "asks again and again for what has no event, up to a limit",
+    "test_event_loop.py: test_four_workers_are_3_5_times_as_fast_as_one": "the work, counted by the second",
+    "test_event_loop.py: lags": "the tick of which it measures how late it comes",
+    "snapshot/test_among_writers.py: test_a_save_of_500_megabytes_stalls_nobody": "the same",
+    "prefetch/test_ambient.py: Looking": "a transform that is not quick: the time is the work",
+    "benchmarks/suites.py: training": "the step of a training loop",
+}
 
 
 def test_version_is_that_of_the_installed_package() -> None:
@@ -57,3 +76,24 @@ def test_import_leaves_optional_dependencies_alone() -> None:
     imported = set(process.stdout.split())
     assert "asyncbuf" in imported
     assert not imported & OPTIONAL
+
+
+def test_no_test_file_is_long() -> None:
+    lines = {path.relative_to(TESTS).as_posix(): len(path.read_text("utf-8").splitlines()) for path in TEST_FILES}
+    assert not {name: count for name, count in lines.items() if count > MAX_TEST_LINES}
+
+
+def test_no_test_sleeps_until_something_has_happened() -> None:
+    found = {f"{path.relative_to(TESTS).as_posix()}: {name}" for path in TEST_FILES for name in sleepers(path)}
+    assert found - set(SLEEPS) == set(), "wait for an event, or for turns() of the loop"
+    assert set(SLEEPS) - found == set(), "no longer needed"
+
+
+def sleepers(path: Path) -> Iterator[str]:
+    """The functions and classes of a module in which something sleeps, unless it is for zero seconds."""
+    for statement in ast.parse(path.read_text("utf-8")).body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "sleep":
+                seconds = node.args[0] if node.args else None
+                if not (isinstance(seconds, ast.Constant) and seconds.value == 0):
+                    yield getattr(statement, "name", "")

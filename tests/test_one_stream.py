@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -21,12 +20,24 @@ from asyncbuf import (
     Storage,
     TensorStorage,
 )
-from tests.helpers import ThreadedStorage, WeightedSampler, check_same, fingerprint, rows, seeded, take, turns
+from tests.helpers import (
+    ThreadedStorage,
+    WeightedSampler,
+    check_same,
+    crossed,
+    fingerprint,
+    jitter,
+    rows,
+    seeded,
+    take,
+    turns,
+    wander,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from asyncbuf.buffer import Transform
+    from asyncbuf.config import Transform
 
 DEPTHS = (0, 1, 2, 3, 4, 8, 64)
 WORKERS = (1, 2, 8)
@@ -39,15 +50,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "passes": SamplerWithoutReplacement,
     "full-passes": lambda: SamplerWithoutReplacement(drop_last=True),
 }
-
-
-def dawdle() -> float:
-    """How long a call takes: anything from nothing to a millisecond, and not from any seed."""
-    return random.choice((0.0, 0.0, 0.0, 0.0002, 0.001))
-
-
-def jitter() -> None:
-    time.sleep(dawdle())
 
 
 class Latency:
@@ -63,7 +65,7 @@ class Latency:
 
     async def coroutine(self, data: Any, *, generator: torch.Generator) -> Any:
         if self._slow:
-            await asyncio.sleep(dawdle())
+            await wander()
         return {**data, "async": torch.randn(len(data["number"]), generator=generator)}
 
     def quick(self, data: Any) -> Any:
@@ -152,9 +154,11 @@ async def stream(
         return await take(buffer, count)
 
 
-async def check_depths_and_workers(count: int, sampler: str, transform: str, storage: str) -> None:
+async def check_depths_and_workers(
+    count: int, sampler: str, transform: str, storage: str, depths: Iterable[int]
+) -> None:
     expected = await stream(count, sampler=sampler, transform=transform, storage=storage)
-    for depth in DEPTHS:
+    for depth in depths:
         for workers in WORKERS:
             found = await stream(
                 count, sampler=sampler, transform=transform, storage=storage, depth=depth, workers=workers, slow=True
@@ -174,16 +178,32 @@ CASES = [
 ]
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize(("sampler", "transform", "storage"), CASES)
-@pytest.mark.parametrize("count", [35, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-async def test_depth_workers_and_latency_do_not_show(sampler: str, transform: str, storage: str, count: int) -> None:
-    await check_depths_and_workers(count, sampler, transform, storage)
+@pytest.mark.parametrize(
+    ("count", "depths"),
+    [
+        (35, (0, 1, 3, 64)),
+        pytest.param(35, DEPTHS, marks=pytest.mark.slow),
+        pytest.param(500, DEPTHS, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+    ids=["35-some", "35", "500"],
+)
+async def test_depth_workers_and_latency_do_not_show(
+    sampler: str, transform: str, storage: str, count: int, depths: Sequence[int]
+) -> None:
+    await check_depths_and_workers(count, sampler, transform, storage, depths)
 
 
-@pytest.mark.parametrize("runs", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-async def test_no_mismatch_in_seeded_runs(runs: int) -> None:
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize(
+    "seeds",
+    [range(6), range(6, 12), pytest.param(range(200), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["first-6", "next-6", "200"],
+)
+async def test_no_mismatch_in_seeded_runs(seeds: range) -> None:
     mismatches = []
-    for seed in range(runs):
+    for seed in seeds:
         choose = random.Random(seed)
         sampler, transform, storage = (choose.choice(list(kinds)) for kinds in (SAMPLERS, TRANSFORMS, STORAGES))
         depth, workers = choose.choice(DEPTHS), choose.choice(WORKERS)
@@ -304,15 +324,14 @@ async def play(
     return batches
 
 
+STORAGES_AND_TRANSFORMS = ["inline-sync", "large-async", "threads-none", "threads-sync", "threads-async"]
+
+
 @pytest.mark.parametrize(
-    ("storage", "transform"),
-    [("inline", "sync"), ("large", "async"), ("threads", "none"), ("threads", "sync"), ("threads", "async")],
+    ("kinds", "sampler", "depth"), crossed(STORAGES_AND_TRANSFORMS, ["random", "passes"], [0, 1, 4], one_in=3)
 )
-@pytest.mark.parametrize("sampler", ["random", "passes"])
-@pytest.mark.parametrize("depth", [0, 1, 4])
-async def test_workers_and_latency_do_not_show_among_writes(
-    sampler: str, storage: str, transform: str, depth: int
-) -> None:
+async def test_workers_and_latency_do_not_show_among_writes(kinds: str, sampler: str, depth: int) -> None:
+    storage, transform = kinds.split("-")
     what = program(depth, 25)
     expected = await play(what, sampler=sampler, storage=storage, transform=transform, depth=depth)
     for workers in WORKERS:
@@ -335,6 +354,7 @@ async def test_workers_and_latency_do_not_show_among_writes_in_200_programs(samp
             check_same(found, expected, f"program {seed}, {workers} workers")
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("depth", [0, 1, 4])
 @pytest.mark.parametrize("sampler", ["random", "passes"])
 async def test_it_does_not_show_which_copies_threads_make(sampler: str, depth: int) -> None:

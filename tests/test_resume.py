@@ -11,7 +11,7 @@ import random
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import torch
 
 from asyncbuf import Batch, Draw, RandomSampler, ReplayBuffer, Rows, TensorStorage
 from asyncbuf.testing import WAYS, assert_exact_resume, assert_same_batch, difference
-from tests.helpers import seeded, turns, within
+from tests.helpers import crossed, seeded, turns, within
 from tests.resume_helpers import (
     KINDS,
     SAMPLERS,
@@ -62,21 +62,28 @@ def _files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the battery ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize(("position", "kind"), list(enumerate(KINDS)), ids=list(KINDS))
-async def test_every_kind_resumes_at_every_point(position: int, kind: str) -> None:
+@pytest.mark.parametrize("at", [[0, 3, 6], pytest.param("every", marks=slow)], ids=["some-points", "every-point"])
+async def test_every_kind_resumes_at_every_point(position: int, kind: str, at: list[int] | Literal["every"]) -> None:
     # Each kind with other settings; all settings with all kinds take long and are below.
     depth, workers = SHALLOW[(3 * position + 4) % len(SHALLOW)]
-    await assert_exact_resume(maker(kind, depth=depth, workers=workers, items=11), steps=6, hops=0)
+    await assert_exact_resume(maker(kind, depth=depth, workers=workers, items=11), steps=6, at=at, hops=0)
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize(("position", "kind"), list(enumerate(KINDS)), ids=list(KINDS))
-async def test_every_kind_resumes_among_writes(position: int, kind: str) -> None:
+@pytest.mark.parametrize("steps", [6, pytest.param(9, marks=slow)])  # the rows are overwritten in the fifth
+async def test_every_kind_resumes_among_writes(position: int, kind: str, steps: int) -> None:
     depth, workers = SHALLOW[(3 * position + 7) % len(SHALLOW)]
     feed = functools.partial(write, kind)
-    await assert_exact_resume(maker(kind, depth=depth, workers=workers, items=13), steps=9, at=[0, 4, 9], feed=feed)
+    await assert_exact_resume(
+        maker(kind, depth=depth, workers=workers, items=13), steps=steps, at=[0, steps // 2, steps], feed=feed
+    )
 
 
-@pytest.mark.parametrize(("depth", "workers"), GRID)
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize(("depth", "workers"), crossed(DEPTHS, WORKERS, one_in=2))
 async def test_every_depth_and_number_of_workers(depth: int, workers: int) -> None:
     factory = maker("passes", depth=depth, workers=workers)
     # The points lie before, on and after the end of a pass.
@@ -95,6 +102,7 @@ async def test_every_kind_with_every_depth_and_number_of_workers(kind: str) -> N
         await assert_exact_resume(factory, steps=12, feed=functools.partial(write, kind))
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize(
     "kinds", [["stateful"], pytest.param(list(KINDS), marks=[slow, pytest.mark.timeout(1800)])], ids=["one", "all"]
 )
@@ -261,9 +269,14 @@ class Program:
         return [batch async for batch in buffer.epoch()]
 
 
-@pytest.mark.parametrize("seeds", [25, pytest.param(3000, marks=[slow, pytest.mark.timeout(3600)])])
-async def test_programs_do_not_notice_that_they_are_interrupted(seeds: int, tmp_path: Path) -> None:
-    for seed in range(seeds):
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize(
+    "seeds",
+    [range(6), range(6, 12), pytest.param(range(3000), marks=[slow, pytest.mark.timeout(3600)])],
+    ids=["first-6", "next-6", "3000"],
+)
+async def test_programs_do_not_notice_that_they_are_interrupted(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
         one, other = (Program(seed, tmp_path, hops=hops) for hops in (False, True))
         await one.run(30)
         await other.run(30)
@@ -453,8 +466,10 @@ class Trial(NamedTuple):
 TRIALS = [(sampler, depth, workers) for sampler in SAMPLERS for depth in DEPTHS for workers in WORKERS]
 
 
-async def test_no_mismatch() -> None:
-    trials = [Trial(*settings, seed) for seed, settings in enumerate(TRIALS[::3])]
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize("part", [0, 1])
+async def test_no_mismatch(part: int) -> None:
+    trials = [Trial(*settings, seed) for seed, settings in enumerate(TRIALS[::5])][part::2]
     assert [what for trial in trials for what in await trial.mismatches(8)] == []
 
 

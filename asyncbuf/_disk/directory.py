@@ -8,6 +8,7 @@ checkpoint that was there before or the new one, also where one is written over 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 
 from asyncbuf._disk.lock import DirectoryLock
 from asyncbuf._plain.codec import DTYPES
+from asyncbuf._plain.savable import SAVABLE_DTYPES
 from asyncbuf._version import __version__
 from asyncbuf.errors import (
     CheckpointCorruptError,
@@ -43,14 +45,11 @@ MANIFEST_BYTES = 256 * 1024 * 1024
 _FORMAT = "asyncbuf.checkpoint"
 # A value of as many levels as may be encoded needs at most three of JSON for each.
 _LEVELS = 320
+# What a rename onto a directory says that is there already and not empty.
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-]+)*\.safetensors")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
-_DTYPES = {
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
-    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64),
-    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-}
 # safetensors keeps its own things under this name: a tensor called so makes a file that nothing can read.
 _RESERVED = "__metadata__"
 
@@ -69,7 +68,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = self._root = self._data = Path(path)
+        self._path = self._root = self._data = absolute(path)
         self._files: dict[str, dict[str, Any]] = {}
         self._key = secrets.token_hex(8)
         self._unseen = f"{MANIFEST}.{self._key}"
@@ -100,7 +99,8 @@ class CheckpointWriter:
             # What a save leaves that was interrupted before its first commit is no obstacle.
             if not self._path.is_dir() or not (is_checkpoint(self._path) or _all_ours(self._path)):
                 raise CheckpointError(f"{self._path}: expected a checkpoint or nothing, found something else")
-            lock = DirectoryLock(self._path.parent, self._path)
+            lock = DirectoryLock(self._path.parent)
+            lock.enter(self._path, required=True)
             if lock.holds(self._path):
                 return lock
             lock.release()  # it was removed meanwhile
@@ -185,16 +185,16 @@ class CheckpointWriter:
         while True:
             try:
                 self._root.rename(self._path)
-            except OSError:
+            except OSError as error:
                 if not is_checkpoint(self._path):
-                    if self._path.exists():
+                    if error.errno not in _TAKEN or self._path.exists():
                         raise
                     continue  # it was removed meanwhile
             else:
                 self._lock.enter(self._path)
                 return
             # Another save to the same place came first: this one replaces it, in one step as well.
-            self._lock.enter(self._path)
+            self._lock.enter(self._path, required=True)
             if self._lock.holds(self._path):
                 break
         (self._root / self._data.name).rename(self._path / self._data.name)
@@ -216,7 +216,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = absolute(path)
         self._lock = DirectoryLock(self._path)  # a save that replaces the checkpoint leaves these files alone
         body = _read_manifest(self._path)
         self.state: Any = body["state"]
@@ -293,6 +293,11 @@ def _all_ours(path: Path) -> bool:
         return all(map(_is_ours, path.iterdir()))
     except FileNotFoundError:  # removed meanwhile
         return True
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The path as it is meant now, whatever the working directory will be."""
+    return Path(path).absolute()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -432,7 +437,7 @@ def _viewed(tensor: torch.Tensor) -> bool:
 
 def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Dense, in memory of its own, and of a dtype that safetensors has: complex numbers become pairs."""
-    if tensor.dtype not in _DTYPES or tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.dtype not in SAVABLE_DTYPES or tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"{key}: expected a dense tensor of a common dtype, found {tensor.dtype}, {tensor.layout}, {tensor.device}"
         )

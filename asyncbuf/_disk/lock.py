@@ -33,12 +33,27 @@ class DirectoryLock:
         for directory in directories:
             self.enter(directory)
 
-    def enter(self, directory: Path) -> None:
-        """Be at work in one more directory."""
-        with contextlib.suppress(OSError):
+    def enter(self, directory: Path, *, required: bool = False) -> None:
+        """Be at work in one more directory, if it is there.
+
+        Args:
+            directory: the directory.
+            required: whether to raise if it is there and cannot be opened.
+
+        Raises:
+            OSError: no file descriptor is free, or it may not be read.
+        """
+        try:
             handle = os.open(directory, os.O_RDONLY)
-            self._handles.append(handle)
-            if fcntl is not None:
+        except FileNotFoundError:
+            return
+        except OSError:
+            if required:
+                raise
+            return
+        self._handles.append(handle)
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # no such locks here
                 fcntl.flock(handle, fcntl.LOCK_SH)
 
     def holds(self, directory: Path) -> bool:
@@ -51,7 +66,9 @@ class DirectoryLock:
 
     def exclusive(self) -> bool:
         """Whether nobody else is there. If so, nobody enters before ``release``."""
-        for handle in self._handles if fcntl is not None else ():
+        for handle in self._handles:
+            if fcntl is None:
+                break
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -7,20 +7,19 @@ stands in plain data is ever imported, or looked up anywhere but in the table of
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from asyncbuf._plain import registry
+from asyncbuf._plain.savable import DEPTH, is_plain_dtype, is_plain_name, tensor_problem
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_DTYPE = re.compile(r"[<>|=]?(?:[biufcSU?]\d*|[mM]8(?:\[\d*[a-zA-Zμ]+\])?)")
-_DEPTH = 100
+# JSON has larger ints in a form that Python refuses to read.
 _INT_BITS = 8192
 _ATOMS = (type(None), bool, int, float, str)
 
@@ -46,13 +45,11 @@ class _Encoder:
 
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind is int and value.bit_length() > _INT_BITS:
-            raise CheckpointError(f"{path or 'the value'}: expected at most {_INT_BITS} bits, found a larger int")
         if kind in _ATOMS:
-            return value
+            return {"$int": hex(value)} if kind is int and value.bit_length() > _INT_BITS else value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if type(value) is np.ndarray:
+        if kind is np.ndarray or kind is np.memmap:
             return {
                 "$ndarray": self._array(value, path),
                 "dtype": value.dtype.str,
@@ -69,8 +66,8 @@ class _Encoder:
             return {"$complex": [value.real, value.imag]}
         if kind is torch.dtype or kind is torch.device:
             return {f"${kind.__name__}": str(value).removeprefix("torch.")}
-        if len(self._open) >= _DEPTH:
-            raise CheckpointError(f"{path[:80] or 'the value'}: expected at most {_DEPTH} levels, found more")
+        if len(self._open) >= DEPTH:
+            raise CheckpointError(f"{path[:80] or 'the value'}: expected at most {DEPTH} levels, found more")
         if id(value) in self._open:
             raise CheckpointError(f"{path or 'the value'}: expected a tree, found a container that contains itself")
         self._open.add(id(value))
@@ -101,10 +98,9 @@ class _Encoder:
         )
 
     def _tensor(self, value: torch.Tensor, path: str) -> torch.Tensor:
-        if value.layout is not torch.strided or value.is_quantized:
-            raise CheckpointError(
-                f"{path or 'the value'}: expected a dense tensor, found {value.layout}, {value.dtype}"
-            )
+        problem = tensor_problem(value)
+        if problem is not None:
+            raise CheckpointError(f"{path or 'the value'}: {problem}")
         known = self._tensors.get(id(value))
         if known is None:
             # The original is kept beside the clone, so that its id is not taken by another object meanwhile.
@@ -112,7 +108,7 @@ class _Encoder:
         return known[1]
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> torch.Tensor:
-        if not _DTYPE.fullmatch(value.dtype.str):
+        if not is_plain_dtype(value.dtype):
             raise CheckpointError(f"{path or 'the value'}: expected a plain numpy dtype, found {value.dtype}")
         flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return torch.from_numpy(flat.copy())
@@ -167,7 +163,7 @@ def _typed(plain: Any, path: str) -> Any:
 
 
 def _array_of(data: torch.Tensor, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
-    if not _DTYPE.fullmatch(dtype):
+    if not is_plain_name(dtype):
         raise CheckpointCorruptError(f"expected a plain numpy dtype, found {dtype!r}")
     array: np.ndarray[Any, Any] = np.empty(shape, np.dtype(dtype))
     if data.dtype is not torch.uint8 or data.shape != (array.nbytes,):
@@ -183,6 +179,7 @@ _DECODERS: dict[str, Callable[[Any, str], Any]] = {
     "$scalar": lambda plain, path: _array_of(plain["$scalar"], plain["dtype"], [])[()],
     "$bytes": lambda plain, path: plain["$bytes"].numpy().tobytes(),
     "$bytearray": lambda plain, path: bytearray(plain["$bytearray"].numpy().tobytes()),
+    "$int": lambda plain, path: int(plain["$int"], 16),
     "$complex": lambda plain, path: complex(*plain["$complex"]),
     "$dtype": lambda plain, path: dtype_named(plain["$dtype"]),
     "$device": lambda plain, path: torch.device(plain["$device"]),

@@ -36,7 +36,7 @@ def when_imported(package: str, register: Callable[[], None]) -> None:
     checkpoint may name one before; then the package is imported.
 
     Args:
-        package: name of the package, which is also the name of its codec.
+        package: name of the package; the names of its codecs are this, or begin with this and a dot.
         register: makes its types known.
     """
     _optional[package] = register
@@ -69,7 +69,7 @@ class Container(NamedTuple):
     keeps_type: bool = True
 
 
-_containers: dict[type, Container] = {}
+_containers: dict[type, Container | None] = {}
 _container_names: dict[str, Container] = {}
 _families: list[Callable[[type], Container | None]] = []
 _built_in: list[Callable[[type], Container | None]] = []
@@ -103,6 +103,12 @@ def register_container(cls: type, container: Container) -> None:
         raise ValueError(f"container name {container.name!r} is taken: expected a name not in {names}")
     _containers[cls] = container
     _container_names[container.name] = container
+    _looked_up.clear()
+
+
+def register_leaf(cls: type) -> None:
+    """Teach trees that values of a type are leaves, though it belongs to a family of containers or derives from one."""
+    _containers[cls] = None
     _looked_up.clear()
 
 
@@ -159,16 +165,20 @@ class Codec(NamedTuple):
         encode: from the value to something that is plain or has codecs itself.
         decode: back.
         subclasses: whether it serves subclasses too.
+        takes_apart: whether ``encode`` costs nothing and only shows what is in a value, so that it may be called to
+            look inside.
     """
 
     name: str
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
-    subclasses: bool
+    subclasses: bool = False
+    takes_apart: bool = False
 
 
 _codecs: dict[type, Codec] = {}
 _codec_names: dict[str, Codec] = {}
+_codecs_looked_up: dict[type, Codec | None] = {}
 
 
 def register_codec(
@@ -191,11 +201,26 @@ def register_codec(
     Raises:
         ValueError: the name is taken by another type.
     """
-    name = name or f"{cls.__module__}.{cls.__qualname__}"
-    taken = _codec_names.get(name)
+    add_codec(cls, Codec(name or _full_name(cls), encode, decode, subclasses))
+
+
+def add_codec(cls: type, codec: Codec) -> None:
+    """``register_codec`` for a codec as it is.
+
+    Raises:
+        ValueError: the name is taken by another type.
+    """
+    taken = _codec_names.get(codec.name)
     if taken is not None and _codecs.get(cls) is not taken:
-        raise ValueError(f"codec name {name!r}: expected one that is free, found that it is taken by another type")
-    _codecs[cls] = _codec_names[name] = Codec(name, encode, decode, subclasses)
+        raise ValueError(
+            f"codec name {codec.name!r}: expected one that is free, found that it is taken by another type"
+        )
+    _codecs[cls] = _codec_names[codec.name] = codec
+    _codecs_looked_up.clear()
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def register_type(cls: type[T], *, name: str = "") -> type[T]:
@@ -213,33 +238,48 @@ def register_type(cls: type[T], *, name: str = "") -> type[T]:
         ValueError: the name is taken by another type.
     """
     make: Any = cls
+    encode: Callable[[Any], Any]
     if issubclass(cls, enum.Flag):
-        register_codec(cls, lambda value: value.value, make, name=name)  # a combination of members has no name
+        encode, decode = _value_of, make  # a combination of members has no name
     elif issubclass(cls, enum.Enum):
-        register_codec(cls, lambda value: value.name, lambda plain: make[plain], name=name)
+        encode, decode = _name_of, lambda plain: make[plain]
     elif dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls) if field.init]
-        register_codec(
-            cls,
-            lambda v: {key: getattr(v, key) for key in names},
-            lambda plain: make(**plain),
-            name=name,
-        )
+        encode, decode = _taker_apart(names), lambda plain: make(**plain)
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        names = list(make._fields)
-        register_codec(cls, lambda v: {key: getattr(v, key) for key in names}, lambda plain: make(**plain), name=name)
+        encode, decode = _taker_apart(list(make._fields)), lambda plain: make(**plain)
     else:
         raise TypeError(f"register_type: expected a dataclass, named tuple or enum, found {cls!r}")
+    add_codec(cls, Codec(name or _full_name(cls), encode, decode, takes_apart=True))
     return cls
 
 
-register_codec(collections.Counter, dict, collections.Counter, name="collections.Counter")
-register_codec(collections.OrderedDict, dict, collections.OrderedDict, name="collections.OrderedDict")
-register_codec(torch.Size, list, torch.Size, name="torch.Size")
+def _taker_apart(names: Sequence[str]) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: getattr(value, name) for name in names}
+
+
+def _value_of(member: enum.Enum) -> Any:
+    return member.value
+
+
+def _name_of(member: enum.Enum) -> str:
+    return member.name
+
+
+add_codec(collections.Counter, Codec("collections.Counter", dict, collections.Counter, takes_apart=True))
+add_codec(collections.OrderedDict, Codec("collections.OrderedDict", dict, collections.OrderedDict, takes_apart=True))
+add_codec(torch.Size, Codec("torch.Size", list, torch.Size, takes_apart=True))
 
 
 def codec_of(kind: type) -> Codec | None:
     """The codec of a type, if it has one."""
+    try:
+        return _codecs_looked_up[kind]
+    except KeyError:
+        return _codecs_looked_up.setdefault(kind, _look_up_codec(kind))
+
+
+def _look_up_codec(kind: type) -> Codec | None:
     _load_imported()
     for parent in kind.__mro__:
         codec = _codecs.get(parent)
@@ -276,8 +316,8 @@ def registered_type(name: str) -> type:
 
 def codec_named(name: str) -> Codec | None:
     """The codec that stands in a checkpoint under a name, if there is one."""
-    if name in _optional:
-        _optional.pop(name)()
+    if (package := str(name).partition(".")[0]) in _optional:
+        _optional.pop(package)()
     return _codec_names.get(name)
 
 

@@ -189,7 +189,9 @@ def _flatten_like_into(spec: Spec, tree: Any, batched: bool, path: str, leaves: 
     if kind != spec.kind or (spec.type is not None and type(tree) is not spec.type):
         found = f"{kind} of type {type(tree).__qualname__}"
         wanted = spec.kind if spec.type is None else f"{spec.kind} of type {spec.type.__qualname__}"
-        raise SchemaError(f"structure differs at {path or 'the top'}: expected {wanted}, found {found}")
+        is_listed = spec.kind == "leaf" and kind in ("list", "tuple") and bool(path)
+        hint = " (torch.tensor(...) makes one of a list of numbers)" if is_listed else ""
+        raise SchemaError(f"structure differs at {path or 'the top'}: expected {wanted}, found {found}{hint}")
     if container is None:
         leaves.append(tree)
         return

@@ -1,30 +1,34 @@
-"""Making tickets real: rows are gathered, transforms are run, several tickets at once."""
+"""From a draw to a batch: rows are gathered, transforms are run, several tickets at once."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
+import inspect
 import time
-import weakref
-from collections import deque
-from contextlib import asynccontextmanager
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._prefetch.gathered import arranged, with_joins
 from asyncbuf._prefetch.offload import INLINE_BYTES
 from asyncbuf._prefetch.queue import Entry, Stage
 from asyncbuf._prefetch.transforms import Partial, TransformChain
+from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached, logger
-from asyncbuf._runtime.threads import Threads
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, is_inference_on
+from asyncbuf.storage.base import GatherJobs, Runs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from concurrent.futures import Future
 
-    import torch
-
     from asyncbuf._prefetch.offload import Offload
+    from asyncbuf._prefetch.queue import TicketQueues
+    from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
+    from asyncbuf.batch import Draw
     from asyncbuf.storage import Storage
 
 
@@ -37,53 +41,63 @@ class Fetcher:
     Args:
         storage: where rows are gathered.
         chain: what is done to gathered rows.
-        gate: the history; rows that a thread gathers are held there.
-        workers: how many tickets are made real at once.
-        settled: called whenever an entry has become a batch or has failed. Referenced weakly: it is a method of what
-            owns this.
+        gate: the history; rows that are still being gathered hold a read lock there.
+        queues: whose consumers look again when an entry has become a batch or has failed.
+        threads: where large gathers and sync transforms run.
+        lifecycle: that of the buffer.
+
+    Attributes:
+        gather_seconds: time spent gathering, all threads together.
+        inline_gathers: how often rows were gathered on the event loop.
+        thread_gathers: how often elsewhere.
     """
 
     def __init__(
-        self, storage: Storage, chain: TransformChain, gate: HistoryGate, workers: int, settled: Callable[[], None]
+        self,
+        storage: Storage,
+        chain: TransformChain,
+        gate: HistoryGate,
+        queues: TicketQueues,
+        threads: Threads,
+        lifecycle: Lifecycle,
     ) -> None:
         self._storage = storage
         self._chain = chain
         self._gate = gate
-        self._report = weakref.WeakMethod(settled)
+        self._queues = queues
+        self._threads = threads
+        self._life = lifecycle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._todo: asyncio.Queue[Entry] = asyncio.Queue()
-        # With stateful transforms: the tickets that were not transformed yet, in order, one at a time.
-        self._order: deque[Entry] = deque()
-        self._order_busy = False
+        self._awaited: set[asyncio.Task[None]] = set()
+        self._in_order = _InOrder()
         self._resting = False
-        self._halted = True
-        self._step: asyncio.Future[None] | None = None
-        self.threads = Threads(workers)
+        self._steps: deque[asyncio.Future[None]] = deque()
+        self._gathers_inline = storage.runs in (Runs.ANYWHERE, Runs.LOOP)
         self.gather_seconds = 0.0
         self.inline_gathers = self.thread_gathers = 0
-        self.is_stopping: Callable[[], bool] = lambda: True
 
-    def open(self, is_stopping: Callable[[], bool]) -> None:
-        """Belong to the running event loop.
-
-        Args:
-            is_stopping: whether the workers are being ended on purpose.
-        """
+    def open(self) -> None:
+        """Belong to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._todo = asyncio.Queue()
-        self.is_stopping = is_stopping
-        self._halted = False
-
-    def halt(self) -> None:
-        """Nothing will be settled any more: whoever waits for it goes on."""
-        self._halted = True
-        self.went_on()
 
     async def close(self) -> None:
-        """Wait for the threads and end them; the workers have ended before."""
-        await self.threads.close()
-        self._order_busy = False
-        self.is_stopping = lambda: True
+        """Wait for gathers and threads; the workers have ended before."""
+        while self._awaited:
+            await asyncio.wait(self._awaited)
+        await self._threads.close()
+        self._in_order.is_busy = False
+        self.went_on()
+
+    def abandon(self) -> None:
+        """The event loop was closed in the middle of everything: what was at work there has never been."""
+        self._threads.abandon()
+        self._awaited.clear()
+        self._steps.clear()
+        self._in_order.is_busy = self._resting = False
+        for entry in self._queues.entries:
+            entry.gathering = False
 
     # -- from the draw to the batch -----------------------------------------------------------------------------------
 
@@ -96,11 +110,13 @@ class Fetcher:
             is_urgent: whether consumers wait, so that threads should share the work.
         """
         if self._chain.ordered:
-            self._order.append(entry)
+            self._in_order.add([entry])
         self._gather(entry, offload, is_urgent=is_urgent)
 
     def gathers_now(self, batch_size: int, offload: Offload) -> bool:
-        """Whether so many rows are to be gathered in the step in which they are drawn. They will be, if so."""
+        """Decide to gather a draw in the step in which it is drawn, and count it; the caller must then gather."""
+        if not self._gathers_inline:
+            return False
         nbytes = self._storage.gather_nbytes(batch_size)
         if nbytes > INLINE_BYTES:
             if not offload.gathers_here(nbytes):
@@ -110,10 +126,10 @@ class Fetcher:
         return True
 
     def go_on(self, entries: Iterable[Entry]) -> None:
-        """Take entries up where they are: after a failure, or when a buffer is opened that has tickets in line."""
+        """Take entries up where they are: after a failure, or when a buffer is opened that has tickets queued."""
         entries = list(entries)
         if self._chain.ordered:
-            self._order = deque(sorted({*self._order, *entries}, key=lambda entry: entry.ticket.number))
+            self._in_order.add(entries)
         for entry in entries:
             if entry.progress is None:
                 self._gate.submit(functools.partial(self._gather, entry, None, is_urgent=True))
@@ -121,7 +137,7 @@ class Fetcher:
                 self._transform(entry)
 
     def _gather(self, entry: Entry, offload: Offload | None, *, is_urgent: bool) -> None:
-        if self._halted or entry.gathering or entry.dropped or entry.progress is not None:
+        if self._life.reason is not None or entry.gathering or entry.dropped or entry.progress is not None:
             return  # its turn came late: the buffer was closed meanwhile, and perhaps opened again
         try:
             self._begin_gather(entry, offload, is_urgent=is_urgent)
@@ -134,33 +150,53 @@ class Fetcher:
             self._transform(entry)
 
     def _begin_gather(self, entry: Entry, offload: Offload | None, *, is_urgent: bool) -> None:
-        """Gather the rows here, or let threads begin with it."""
-        indices = entry.ticket.draw.indices
-        nbytes = self._storage.gather_nbytes(indices.shape[0])
-        if offload is None:
-            here = nbytes <= INLINE_BYTES
-        else:
-            here = offload.gathers_here(nbytes)
-            offload.drawn(nbytes)
-        if here:
+        """Gather the rows here, or let threads or the storage itself begin with it."""
+        draw = with_joins(entry.ticket.draw)
+        nbytes = self._storage.gather_nbytes(draw.indices.shape[0])
+        if self._runs_here(nbytes, offload):
             self.inline_gathers += 1
-            entry.keep(Partial(0, self.gathered(indices)))
+            entry.keep(self._arranged(entry, self.gathered(draw)))
             return
         self.thread_gathers += 1
-        parts = self.threads.parts(nbytes) if is_urgent else 1
-        copies, combined = self._storage.begin_gather(entry.ticket.draw, inline=False, parts=parts)
-        done = self.threads.copy_together([functools.partial(self._timed, copy) for copy in copies])
-        entry.gathering = True
-        self._gate.acquire_read()
-        done.add_done_callback(functools.partial(self._post, entry, combined))
+        parts = self._threads.parts(nbytes) if is_urgent else 1
+        rows = self._storage.begin_gather(draw, inline=False, parts=parts)
+        if isinstance(rows, GatherJobs):
+            done = self._threads.copy_together([functools.partial(self._timed, job) for job in rows.jobs])
+            self._reads(entry)
+            done.add_done_callback(functools.partial(self._post, entry, rows.combine))
+        elif inspect.isawaitable(rows):
+            self._reads(entry)
+            task = asyncio.create_task(self._await_rows(entry, rows), context=contextvars.Context())
+            self._awaited.add(task)
+            task.add_done_callback(self._awaited.discard)
+        else:
+            entry.keep(self._arranged(entry, rows))
 
-    def gathered(self, indices: torch.Tensor) -> Any:
+    def _arranged(self, entry: Entry, rows: Any) -> Partial:
+        """Gathered rows, in the shape and with the joins that the draw asked for."""
+        draw = entry.ticket.draw
+        if draw.shape is None and not draw.joins:
+            return Partial(0, rows)
+        return Partial(0, arranged(draw, rows, are_items=self._storage.needs_collate))
+
+    def _runs_here(self, nbytes: int, offload: Offload | None) -> bool:
+        """Whether rows are gathered on the event loop: as the storage says, or else what was found to be faster."""
+        runs = self._storage.runs
+        if runs is not Runs.ANYWHERE:
+            return runs is Runs.LOOP
+        if offload is None:
+            return nbytes <= INLINE_BYTES
+        here = offload.gathers_here(nbytes)
+        offload.drawn(nbytes)
+        return here
+
+    def gathered(self, draw: Draw) -> Any:
         """Rows of the storage; the time that took goes into the statistics."""
         if is_inference_on() or dispatch_modes():
             with Swapped():
-                return self.gathered(indices)
+                return self.gathered(draw)
         start = time.perf_counter()
-        data = self._storage.gather(indices)
+        data = self._storage.gather(draw.indices)
         self.gather_seconds += time.perf_counter() - start
         return data
 
@@ -169,21 +205,39 @@ class Fetcher:
         copy()
         self.gather_seconds += time.perf_counter() - start
 
-    def _post(self, entry: Entry, combined: Callable[[], Any], done: Future[Any]) -> None:
+    def _reads(self, entry: Entry) -> None:
+        """Its rows are being read from now on, until ``_arrived``."""
+        entry.gathering = True
+        self._gate.acquire_read()
+
+    async def _await_rows(self, entry: Entry, rows: Awaitable[Any]) -> None:
+        start = time.perf_counter()
+        try:
+            data = await rows
+        except BaseException as error:
+            self._arrived(entry, error)
+            if not isinstance(error, FAILURES):
+                raise
+        else:
+            self.gather_seconds += time.perf_counter() - start
+            self._arrived(entry, None, lambda: data)
+
+    def _post(self, entry: Entry, combine: Callable[[], Any], done: Future[Any]) -> None:
         """From the copying threads back to the event loop."""
         assert self._loop is not None
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
         try:
-            self._loop.call_soon_threadsafe(self._arrived, entry, combined, done)
+            self._loop.call_soon_threadsafe(self._arrived, entry, error, combine)
         except RuntimeError:
             logger.debug("the event loop was closed while rows were being gathered")
 
-    def _arrived(self, entry: Entry, combined: Callable[[], Any], done: Future[Any]) -> None:
+    def _arrived(self, entry: Entry, error: BaseException | None, combine: Callable[[], Any] | None = None) -> None:
+        """All rows of an entry are read, or could not be."""
         entry.gathering = False
-        error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        if error is None:
+        if combine is not None and error is None:
             try:
                 with Swapped():
-                    entry.keep(Partial(0, combined()))
+                    entry.keep(self._arranged(entry, combine()))
             except BaseException as failure:
                 error = failure
         self._gate.release_read()
@@ -210,7 +264,7 @@ class Fetcher:
         """Run quick transforms: whether that made a batch. If not, the entry failed, or a worker goes on with it."""
         assert entry.progress is not None
         try:
-            after = self._chain.run_here(entry.progress.data, entry.ticket.seed, entry.is_prefetched)
+            after = self._chain.run_here(entry.progress.data, entry.ticket.seed)
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, FAILURES):
@@ -223,18 +277,26 @@ class Fetcher:
         entry.ready(after.data)
         return True
 
+    # -- stateful transforms ------------------------------------------------------------------------------------------
+
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
-        while self._order and self._lets_pass(self._order[0]):
-            self._order.popleft()
-        if self._order and not self._order_busy and not self._resting and self._order[0].stage is Stage.GATHERED:
-            self._order_busy = True
-            self._todo.put_nowait(self._order.popleft())
+        if not self._resting and (entry := self._in_order.next()) is not None:
+            self._todo.put_nowait(entry)
 
-    def _lets_pass(self, entry: Entry) -> bool:
-        """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
-        failed = entry.stage is Stage.FAILED and not entry.is_prefetched
-        return failed or entry.dropped or entry.stage is Stage.READY
+    @property
+    def stuck(self) -> Entry | None:
+        """The failed ticket that has to be tried again or dropped before those behind it can be transformed."""
+        return self._in_order.stuck
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether a stateful transform is at work: also on a dropped ticket, and in a thread that outlives the rest."""
+        return self._in_order.is_busy
+
+    def forget(self) -> None:
+        """Nobody wants the tickets that were not transformed yet."""
+        self._in_order.clear()
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -245,14 +307,14 @@ class Fetcher:
             if not entry.dropped:
                 await self._run(entry)
             if self._chain.ordered:
-                self._order_busy = False
+                self._in_order.is_busy = False
                 self.next_in_order()
                 self._tell()
 
     async def _run(self, entry: Entry) -> None:
         assert entry.progress is not None
         try:
-            await self._chain.run(entry.progress, entry.ticket.seed, self.threads, entry.keep, entry.is_prefetched)
+            await self._chain.run(entry.progress, entry.ticket.seed, self._threads, entry.keep, entry.is_prefetched)
         except asyncio.CancelledError as error:
             if self._is_my_cancellation():
                 if self._chain.is_done(entry.progress):
@@ -267,13 +329,13 @@ class Fetcher:
 
     def _is_my_cancellation(self) -> bool:
         task = asyncio.current_task()
-        return self.is_stopping() or (task is not None and task.cancelling() > 0)
+        return self._life.state is not State.OPEN or (task is not None and task.cancelling() > 0)
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """The rows could not be gathered, or a transform raised."""
         entry.fail(detached(error))
-        if self._chain.ordered and entry.is_prefetched and entry not in self._order:
-            self._order.appendleft(entry)  # those behind it wait until it is tried again or dropped
+        if self._chain.ordered and entry.is_prefetched:
+            self._in_order.put_back(entry)  # those behind it wait until it is tried again or dropped
         self._settled(entry)
 
     def _settled(self, entry: Entry) -> None:
@@ -284,46 +346,91 @@ class Fetcher:
     def _tell(self) -> None:
         """Consumers, and whoever waits for a standstill, look again."""
         self.went_on()
-        report = self._report()
-        if report is not None:
-            report()
-
-    @property
-    def stuck(self) -> Entry | None:
-        """The failed ticket that has to be tried again or dropped before those behind it can be transformed."""
-        is_stuck = self._order and self._order[0].stage is Stage.FAILED and not self._order_busy
-        return self._order[0] if is_stuck else None
-
-    @property
-    def changes_state(self) -> bool:
-        """Whether a stateful transform is at work."""
-        return self._order_busy and not self._halted
+        self._queues.notify(is_stuck=self.stuck is not None)
 
     # -- standing still -----------------------------------------------------------------------------------------------
 
     def went_on(self) -> None:
         """Whoever waits for something to be settled looks again."""
-        if self._step is not None and not self._step.done():
-            self._step.set_result(None)
+        while self._steps:
+            step = self._steps.popleft()
+            if not step.done():
+                step.set_result(None)
 
     async def step(self, seconds: float | None = None) -> bool:
         """Wait until one more entry is settled; whether one was in time."""
-        self._step = asyncio.get_running_loop().create_future()
-        done, _ = await asyncio.wait({self._step}, timeout=seconds)
+        step = asyncio.get_running_loop().create_future()
+        self._steps.append(step)
+        done, _ = await asyncio.wait({step}, timeout=seconds)
         return bool(done)
 
-    @asynccontextmanager
-    async def resting(self) -> AsyncIterator[None]:
-        """Let no stateful transform be at work meanwhile, so that its state may be replaced."""
+    async def rest(self) -> None:
+        """Begin no stateful transform until ``end_rest``, and wait for the one that is at work."""
         self._resting = True
-        try:
-            while self._order_busy and not self._halted:
-                await self.step()
-            yield
-        finally:
-            self._resting = False
-            self.next_in_order()
+        while self.changes_state:
+            await self.step()
 
-    def forget(self) -> None:
-        """Nobody wants the tickets that were not transformed yet."""
-        self._order.clear()
+    def end_rest(self) -> None:
+        """Go on with stateful transforms."""
+        self._resting = False
+        self.next_in_order()
+
+
+class _InOrder:
+    """The tickets that stateful transforms have not seen yet, by number: they see one at a time, in this order.
+
+    Attributes:
+        is_busy: whether one is being transformed.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self.is_busy = False
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Let entries wait for their turn."""
+        last = next(reversed(self._entries), -1)
+        is_sorted = True
+        for entry in entries:
+            number = entry.ticket.number
+            is_sorted = is_sorted and number > last
+            self._entries[number] = entry
+            last = number
+        if not is_sorted:
+            self._entries = OrderedDict(sorted(self._entries.items()))
+
+    def put_back(self, entry: Entry) -> None:
+        """Let an entry that failed stand first again, if it was first before."""
+        if entry.ticket.number not in self._entries:
+            self._entries[entry.ticket.number] = entry
+            self._entries.move_to_end(entry.ticket.number, last=False)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._entries.clear()
+
+    @property
+    def _first(self) -> Entry | None:
+        return next(iter(self._entries.values()), None)
+
+    def next(self) -> Entry | None:
+        """The entry whose turn it is, which is busy from now on; None if there is none, or another is busy."""
+        while (first := self._first) is not None and _lets_pass(first):
+            self._entries.popitem(last=False)
+        if first is None or self.is_busy or first.stage is not Stage.GATHERED:
+            return None
+        self.is_busy = True
+        self._entries.popitem(last=False)
+        return first
+
+    @property
+    def stuck(self) -> Entry | None:
+        """The first entry, if it has failed and none is busy."""
+        first = self._first
+        return first if first is not None and first.stage is Stage.FAILED and not self.is_busy else None
+
+
+def _lets_pass(entry: Entry) -> bool:
+    """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
+    failed = entry.stage is Stage.FAILED and not entry.is_prefetched
+    return failed or entry.dropped or entry.is_made

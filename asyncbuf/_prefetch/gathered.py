@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf._plain.registry import register_codec
+from asyncbuf._plain.tree import map_leaves
 from asyncbuf._prefetch.containers import ATOMS, is_tensor_collection, kind_of
-from asyncbuf.batch import Draw
 from asyncbuf.errors import SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from asyncbuf.batch import Draw
+
 
 class Gathered:
-    """The rows of a draw with joins, before they are combined. Goes into snapshots as it is.
+    """The rows of a draw with joins, before they are combined.
 
     Args:
         draw: the draw.
@@ -32,6 +33,44 @@ class Gathered:
         self.draw = draw
         self.data = data
         self.joined = dict(joined)
+
+
+def with_joins(draw: Draw) -> Draw:
+    """A draw that asks for the rows of its joins, too, behind its own: they are gathered together."""
+    if not draw.joins:
+        return draw
+    joined = [indices.reshape(-1) for indices in draw.joins.values()]
+    return draw._replace(indices=torch.cat([draw.indices, *joined]))
+
+
+def arranged(draw: Draw, rows: Any, *, are_items: bool) -> Any:
+    """What was gathered for ``with_joins(draw)``, taken apart and in the shapes that the draw asks for.
+
+    Args:
+        draw: has a shape, or joins.
+        rows: a tree whose leaves have a leading axis of all rows; or a list of items that are not collated yet.
+        are_items: whether it is such a list.
+
+    Returns:
+        The tree ``[*shape, *item]`` of a draw without joins; otherwise what ``combine`` gets. Items are shaped when
+        they have been collated.
+    """
+    parts, start = [], 0
+    for count in (draw.indices.numel(), *(indices.numel() for indices in draw.joins.values())):
+        parts.append(_part(rows, slice(start, start + count), are_items=are_items))
+        start += count
+    data, joined = parts[0], dict(zip(draw.joins, parts[1:], strict=True))
+    if are_items:
+        return Gathered(draw, data, joined)
+    if draw.shape is not None:
+        data = shaped(data, draw.shape)
+    if not joined:
+        return data
+    return Gathered(draw, data, {name: shaped(part, draw.joins[name].shape) for name, part in joined.items()})
+
+
+def _part(rows: Any, part: slice, *, are_items: bool) -> Any:
+    return rows[part] if are_items else map_leaves(lambda leaf: leaf[part], rows)
 
 
 def shaped(data: Any, shape: Sequence[int]) -> Any:
@@ -81,15 +120,3 @@ def _nested(values: list[Any], sizes: tuple[int, ...]) -> list[Any]:
         # With an axis of length 0 there is no value either.
         values = [values[i : i + size] for i in range(0, len(values), size or 1)]
     return values
-
-
-def _encode_draw(draw: Draw) -> dict[str, Any]:
-    return {**draw._asdict(), "info": dict(draw.info), "joins": dict(draw.joins)}
-
-
-def _encode(gathered: Gathered) -> dict[str, Any]:
-    return {"draw": gathered.draw, "data": gathered.data, "joined": gathered.joined}
-
-
-register_codec(Draw, _encode_draw, lambda plain: Draw(**plain), name="asyncbuf.Draw")
-register_codec(Gathered, _encode, lambda plain: Gathered(**plain), name="asyncbuf.Gathered")

@@ -1,13 +1,14 @@
-"""A line of tickets that nobody has taken yet, and the consumers that wait for them. State only: nothing here waits."""
+"""Queues of tickets that nobody has taken yet, and the consumers that wait for them. State only: nothing here waits."""
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._prefetch.counts import Counts
 from asyncbuf._prefetch.offload import Offload
-from asyncbuf.batch import Batch, Ticket
+from asyncbuf.batch import Batch, Ticket, batch_of
 from asyncbuf.errors import PrefetchError
 
 if TYPE_CHECKING:
@@ -27,31 +28,48 @@ class Stage(enum.Enum):
     DRAWN = "its rows are being gathered"
     GATHERED = "its transforms have not ended"
     READY = "it is a batch"
+    LENT = "it is a batch, which a snapshot copies first"
     FAILED = "a transform raised"
 
 
 class Entry:
-    """A ticket in the line.
+    """A ticket in a queue.
 
     Attributes:
         ticket: the draw.
         stage: how far it is.
         progress: where its transforms go on; None until its rows are gathered.
         batch: what a consumer gets, once READY.
+        lent: the same while it is LENT.
+        loans: of snapshots that have not copied yet what there is of it.
         error: why it FAILED.
         reported: whether a consumer was told of the failure.
         gathering: whether a thread is gathering its rows.
-        is_prefetched: whether it stands in the line of the buffer's own batch size.
+        is_prefetched: whether it stands in the queue of the buffer's own batch size.
         dropped: whether nobody wants it any more, so that what a thread still makes of it is let go.
     """
 
-    __slots__ = ("batch", "dropped", "error", "gathering", "is_prefetched", "progress", "reported", "stage", "ticket")
+    __slots__ = (
+        "batch",
+        "dropped",
+        "error",
+        "gathering",
+        "is_prefetched",
+        "lent",
+        "loans",
+        "progress",
+        "reported",
+        "stage",
+        "ticket",
+    )
 
     def __init__(self, ticket: Ticket, *, is_prefetched: bool) -> None:
         self.ticket = ticket
         self.stage = Stage.DRAWN
         self.progress: Partial | None = None
         self.batch: Batch | None = None
+        self.lent: Batch | None = None
+        self.loans: tuple[Loan, ...] = ()
         self.error: BaseException | None = None
         self.reported = self.gathering = self.dropped = False
         self.is_prefetched = is_prefetched
@@ -59,7 +77,12 @@ class Entry:
     @property
     def settled(self) -> bool:
         """Whether it is a batch or has failed."""
-        return self.stage is Stage.READY or self.stage is Stage.FAILED
+        return self.is_made or self.stage is Stage.FAILED
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is a batch."""
+        return self.stage is Stage.READY or self.stage is Stage.LENT
 
     def keep(self, progress: Partial) -> None:
         """Its rows are gathered, or a step of its transforms is done."""
@@ -68,10 +91,28 @@ class Entry:
 
     def ready(self, data: Any) -> None:
         """Its transforms are done."""
-        ticket, draw = self.ticket, self.ticket.draw
-        self.batch = Batch(data, draw.indices, draw.info or {}, ticket.number, draw.epoch, draw.last)
+        self.batch = batch_of(data, *self.ticket)
         self.progress = self.error = None
         self.stage = Stage.READY
+        if self.loans:
+            self._withhold()
+
+    def lend(self, loan: Loan) -> None:
+        """A snapshot shares its tensors from now on: nobody gets the batch before they are copied."""
+        self.loans += (loan,)
+        if self.stage is Stage.READY:
+            self._withhold()
+
+    def _withhold(self) -> None:
+        self.lent, self.batch = self.batch, None
+        self.stage = Stage.LENT
+
+    def give_back(self, loan: Loan | None = None) -> None:
+        """A snapshot has copied it, or needs it no more; None for all that share it."""
+        self.loans = () if loan is None else tuple(other for other in self.loans if other is not loan)
+        if not self.loans and self.stage is Stage.LENT:
+            self.batch, self.lent = self.lent, None
+            self.stage = Stage.READY
 
     def fail(self, error: BaseException) -> None:
         """A transform or the gather raised."""
@@ -129,19 +170,19 @@ class Waiter:
     """A consumer in its turn.
 
     Attributes:
-        within: the pass that it goes through; None if it takes any batch.
+        cursor: the pass that it goes through; None if it takes any batch.
         wake: what it waits on; None while it does not wait.
         answered: whether its turn in the history has come.
-        gone: whether it gave up before that.
-        over: whether its pass has no more batches.
+        gone: whether it gave up.
+        served: whether it has got its batch.
     """
 
-    __slots__ = ("answered", "gone", "over", "wake", "within")
+    __slots__ = ("answered", "cursor", "gone", "served", "wake")
 
-    def __init__(self, within: EpochCursor | None) -> None:
-        self.within = within
+    def __init__(self, cursor: EpochCursor | None) -> None:
+        self.cursor = cursor
         self.wake: asyncio.Future[None] | None = None
-        self.answered = self.gone = self.over = False
+        self.answered = self.gone = self.served = False
 
     def notify(self) -> None:
         """Let it look again."""
@@ -149,178 +190,294 @@ class Waiter:
             self.wake.set_result(None)
 
 
+class Loan:
+    """Tickets whose tensors a snapshot shares until it has copied them.
+
+    Args:
+        entries: the tickets, in the order in which they are copied.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = deque(entries)
+        for entry in entries:
+            entry.lend(self)
+
+    def give_back(self, count: int | None = None) -> None:
+        """The next tickets are copied.
+
+        Args:
+            count: how many; None for all that are left.
+        """
+        for _ in range(len(self._entries) if count is None else min(count, len(self._entries))):
+            self._entries.popleft().give_back(self)
+
+
+Waiters = OrderedDict[Waiter, None]
+
+
 class TicketQueue:
     """Tickets of one batch size, in order, and their consumers, first come, first served.
 
     How many tickets are drawn follows from how many batches were asked for and from nothing else: when the turn of a
-    call in the history has come, it is ``answered``, and tickets are drawn until ``drawn == answered + depth``. So the
+    call in the history has come, it counts as a *call*, and tickets are drawn until there are ``calls + depth``. So the
     draws fall on the calls, and neither threads nor cancelled calls (which take their count back) can move them.
+
+    The consumers whose turn has come stand in three groups, in the order in which they asked: those for which there is
+    a ticket; those that *starve*; and those that are *parked*, because the next ticket is one of a later pass than
+    theirs. Parked ones do not count: if one before them gives up, they get its ticket, and their pass is over as soon
+    as they stand first. Every change takes the same time, however many tickets and consumers there are.
 
     Attributes:
         batch_size: rows of a ticket.
         depth: how many tickets are drawn ahead of those asked for.
         entries: the tickets that nobody has taken.
-        waiters: the consumers, in the order in which they asked. Those that are answered come first.
-        taken: number of tickets that left the line by being handed over.
-        answered: number of calls whose turn has come and that have not given up.
+        waiters: the consumers, in the order in which they asked.
+        starving: those that count and have no ticket.
+        parked: those whose pass has no ticket left for them.
+        calls: number of consumers that count and wait.
+        early: number of consumers that got a batch before their turn in the history had come: their draw is still due.
         error: why the last attempt to draw failed; None after a success.
         offload: where rows are gathered.
     """
 
-    __slots__ = ("answered", "batch_size", "depth", "entries", "error", "offload", "taken", "waiters")
+    __slots__ = (
+        "batch_size",
+        "calls",
+        "depth",
+        "early",
+        "entries",
+        "error",
+        "offload",
+        "parked",
+        "starving",
+        "waiters",
+    )
 
     def __init__(self, batch_size: int, depth: int, offload: Offload) -> None:
         self.batch_size = batch_size
         self.depth = depth
         self.entries: deque[Entry] = deque()
-        self.waiters: deque[Waiter] = deque()
-        self.taken = 0
-        self.answered = 0
+        self.waiters: Waiters = OrderedDict()
+        self.starving: Waiters = OrderedDict()
+        self.parked: Waiters = OrderedDict()
+        self.calls = self.early = 0
         self.error: BaseException | None = None
         self.offload = offload
 
     @property
     def wants_more(self) -> bool:
         """Whether the calls so far call for another ticket."""
-        return self.taken + len(self.entries) < self.answered + self.depth
+        return len(self.entries) < self.calls + self.depth - self.early
 
     @property
-    def next_waiter(self) -> Waiter | None:
+    def next_starving(self) -> Waiter | None:
         """The consumer that the next ticket is for; None if it would be ahead of the calls."""
-        there = len(self.entries)
-        return self.waiters[there] if self.taken + there < self.answered else None
+        return next(iter(self.starving), None)
 
     @property
-    def starves(self) -> bool:
-        """Whether a call whose turn has come has no ticket."""
-        return len(self.waiters) > len(self.entries) and self.waiters[len(self.entries)].answered
+    def first(self) -> Waiter | None:
+        """The consumer whose turn it is."""
+        return next(iter(self.waiters), None)
+
+    # -- consumers ----------------------------------------------------------------------------------------------------
 
     def answer(self, waiter: Waiter) -> None:
-        """The turn of a call has come."""
-        if not waiter.gone:
+        """The turn of a call in the history has come."""
+        if waiter.served:
+            self.early -= 1
+        elif not waiter.gone:
             waiter.answered = True
-            self.answered += 1
+            self._place(waiter)
+
+    def _place(self, waiter: Waiter) -> None:
+        if self.calls >= len(self.entries):
+            self.starving[waiter] = None
+        elif waiter.cursor is not None and not waiter.cursor.takes(self.entries[self.calls]):
+            self.parked[waiter] = None
+            return
+        self.calls += 1
+
+    def park_starving(self) -> None:
+        """The pass of the first starving consumer has no more tickets."""
+        waiter, _ = self.starving.popitem(last=False)
+        self.parked[waiter] = None
+        self.calls -= 1
 
     def give_up(self, waiter: Waiter) -> None:
-        """A call ends without a batch."""
-        self.waiters.remove(waiter)
-        if waiter.answered:
-            self.answered -= 1
+        """A call ends without a batch; its ticket, if it had one, is for the next."""
         waiter.gone = True
+        self.waiters.pop(waiter, None)
+        if not waiter.answered or self.parked.pop(waiter, self) is None:
+            return
+        self.calls -= 1
+        if self.starving.pop(waiter, self) is None:
+            return
+        if self.parked:
+            self.parked.popitem(last=False)  # it asked before those that starve, and gets what there is of its pass
+            self.calls += 1
+        elif self.starving:
+            self.starving.popitem(last=False)
 
-    def hand_over(self) -> Batch | None:
-        """The first ticket leaves with the first consumer."""
-        self.waiters.popleft()
-        self.taken += 1
-        return self.entries.popleft().batch
+    def hand_over(self) -> Entry:
+        """The first ticket leaves with the first consumer, if there is one."""
+        if self.waiters:
+            waiter, _ = self.waiters.popitem(last=False)
+            waiter.served = True
+            if not waiter.answered:
+                self.early += 1
+                return self.entries.popleft()
+        self.calls -= 1
+        return self.entries.popleft()
 
     def notify(self) -> None:
         """Let the first consumer look, if there is something to see."""
-        if not self.waiters:
+        waiter = self.first
+        if waiter is None:
             return
-        if self.entries:
-            if self.entries[0].settled:
-                self.waiters[0].notify()
-        elif self.error is not None:
-            self.waiters[0].notify()
+        is_ready = self.entries[0].settled if self.entries else self.error is not None
+        if is_ready or waiter in self.parked:
+            waiter.notify()
 
     def notify_all(self) -> None:
         """Let every consumer look: something happened that concerns all of them."""
         for waiter in self.waiters:
             waiter.notify()
 
+    # -- tickets ------------------------------------------------------------------------------------------------------
+
+    def append(self, entry: Entry) -> None:
+        """A ticket was drawn: for the first consumer that starves, or ahead of the calls."""
+        self.entries.append(entry)
+        if self.starving:
+            self.starving.popitem(last=False)
+
     def restore(self, entries: list[Entry]) -> None:
         """Start over with other tickets; consumers that wait go on waiting."""
         self.entries = deque(entries)
-        self.taken = 0
-        self.answered = sum(waiter.answered for waiter in self.waiters)
         self.error = None
+        self._place_all()
 
-    def drop(self, *, spoken_for: bool = False) -> int:
-        """Take tickets out of the line: how many.
+    def _place_all(self) -> None:
+        self.calls = 0
+        self.starving.clear()
+        self.parked.clear()
+        for waiter in self.waiters:
+            if waiter.answered:
+                self._place(waiter)
+
+    def skip(self) -> Entry | None:
+        """Take the first ticket out, whether or not a call waits for it."""
+        if not self.entries:
+            return None
+        entry = self.entries.popleft()
+        entry.dropped = True
+        self._place_all()
+        return entry
+
+    def drop(self, *, spoken_for: bool = False) -> list[Entry]:
+        """Take tickets out of the queue.
 
         Args:
             spoken_for: whether to take those too that calls wait for whose turn has come.
+
+        Returns:
+            The tickets, in order.
         """
-        kept = 0 if spoken_for else sum(waiter.answered for waiter in self.waiters)
-        dropped = list(self.entries)[kept:]
-        for entry in dropped:
-            entry.dropped = True
-            self.entries.pop()
-        return len(dropped)
+        kept = 0 if spoken_for else self.calls
+        dropped: list[Entry] = []
+        while len(self.entries) > kept:
+            dropped.append(self.entries.pop())
+            dropped[-1].dropped = True
+        return dropped[::-1]
 
 
 class TicketQueues:
-    """The lines of a buffer: that of its own batch size, which is prefetched, and one for each other that is asked for.
+    """The queues of a buffer: that of its own batch size, which is prefetched, and one for each other that is in use.
 
     Args:
         batch_size: rows of a prefetched ticket; None if each call says its own.
         prefetch: how many tickets of that size are drawn ahead of those asked for.
 
     Attributes:
-        main: the line of the buffer's own batch size; None if it has none.
+        main: the queue of the buffer's own batch size; None if it has none.
+        counts: what is counted of all of them.
     """
 
     def __init__(self, batch_size: int | None, prefetch: int) -> None:
-        self._choices: dict[int, Offload] = {}
-        self._lines: dict[int, TicketQueue] = {}
+        self.counts = Counts()
+        self._offloads: dict[int, Offload] = {}
+        self._queues: dict[int, TicketQueue] = {}
         self.main: TicketQueue | None = None
         if batch_size is not None:
-            self.main = self._lines[batch_size] = TicketQueue(batch_size, prefetch, self._offload(batch_size))
+            self.main = self._queues[batch_size] = TicketQueue(batch_size, prefetch, self._offload(batch_size))
 
     def of(self, batch_size: int) -> TicketQueue:
-        """The line of a batch size; all but the main one draw only what is asked for."""
-        line = self._lines.get(batch_size)
-        if line is None:
-            line = self._lines[batch_size] = TicketQueue(batch_size, 0, self._offload(batch_size))
-        return line
+        """The queue of a batch size; all but the main one draw only what is asked for."""
+        queue = self._queues.get(batch_size)
+        if queue is None:
+            queue = self._queues[batch_size] = TicketQueue(batch_size, 0, self._offload(batch_size))
+        return queue
 
     def _offload(self, batch_size: int) -> Offload:
-        """Where batches of a size are gathered: that is learned over many calls, and outlives the line."""
-        while len(self._choices) >= _MOST_CHOICES and batch_size not in self._choices:
-            del self._choices[next(iter(self._choices))]
-        return self._choices.setdefault(batch_size, Offload())
+        """Where batches of a size are gathered: that is learned over many calls, and outlives the queue."""
+        while len(self._offloads) >= _MOST_CHOICES and batch_size not in self._offloads:
+            del self._offloads[next(iter(self._offloads))]
+        return self._offloads.setdefault(batch_size, Offload())
 
-    def forget(self, line: TicketQueue) -> None:
-        """Let the line of another batch size go that nothing is in."""
-        if not line.entries and line is not self.main:
-            self._lines.pop(line.batch_size, None)
+    def forget(self, queue: TicketQueue) -> None:
+        """Let the queue of another batch size go once nothing is in it."""
+        if not queue.entries and queue is not self.main:
+            self._queues.pop(queue.batch_size, None)
 
     def __len__(self) -> int:
-        """Number of lines."""
-        return len(self._lines)
+        """Number of queues."""
+        return len(self._queues)
 
     def __iter__(self) -> Iterator[TicketQueue]:
-        """The lines that there are now."""
-        return iter(list(self._lines.values()))
+        """The queues that there are now."""
+        return iter(list(self._queues.values()))
 
     @property
     def entries(self) -> list[Entry]:
-        """The tickets that nobody has taken, line by line."""
-        return [entry for line in self._lines.values() for entry in line.entries]
+        """The tickets that nobody has taken, line by queue."""
+        return [entry for queue in self._queues.values() for entry in queue.entries]
 
     @property
     def queued(self) -> int:
         """How many tickets nobody has taken."""
-        return sum([len(line.entries) for line in self._lines.values()])
+        return sum([len(queue.entries) for queue in self._queues.values()])
+
+    @property
+    def in_flight(self) -> int:
+        """How many of those are not settled."""
+        return sum(not entry.settled for queue in self._queues.values() for entry in queue.entries)
 
     @property
     def waiting(self) -> int:
         """Number of consumers that wait."""
-        return sum([len(line.waiters) for line in self._lines.values()])
+        return sum([len(queue.waiters) for queue in self._queues.values()])
 
     def notify(self, *, is_stuck: bool) -> None:
-        """Let the first consumer of each line look, if there is something to see.
+        """Let the first consumer of each queue look, if there is something to see.
 
         Args:
-            is_stuck: whether there is: a failed ticket that holds up those of every line.
+            is_stuck: whether there is: a failed ticket that holds up those of every queue.
         """
-        for line in self._lines.values():
-            if is_stuck and line.waiters:
-                line.waiters[0].notify()
-            line.notify()
+        for queue in self._queues.values():
+            if is_stuck and (first := queue.first) is not None:
+                first.notify()
+            queue.notify()
+
+    def abandon(self) -> None:
+        """Forget the consumers: the event loop in which they waited was closed."""
+        for queue in self:
+            for entry in queue.entries:
+                entry.give_back()
+            queue.waiters.clear()
+            queue.early = 0
+            queue.restore(list(queue.entries))
 
     def notify_all(self) -> None:
         """Let every consumer look: something happened that concerns all of them."""
-        for line in self._lines.values():
-            line.notify_all()
+        for queue in self._queues.values():
+            queue.notify_all()

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from asyncbuf._plain.codec import cloned, decode, encode
 from asyncbuf._plain.state import fields, same
 from asyncbuf._plain.tree import map_leaves
+from asyncbuf._prefetch.gathered import Gathered
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import Partial
 from asyncbuf.batch import Draw, Ticket
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointVersionError
 
-PAYLOAD_VERSION = 1
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAYLOAD_VERSION = 2
+_WHAT = "prefetch queue"
+_KINDS: dict[str, type] = {"number": int, "seed": int, "batch_size": int, "main": bool, "last": bool}
+_CONTENT = ("indices", "info", "data", "lengths", "joins", "joined")
+# A ticket of version 1 says nothing of when it was drawn.
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +36,9 @@ class SavedTicket:
     Attributes:
         ticket: the draw.
         batch_size: rows that were asked for.
-        is_main: whether it stood in the line that is prefetched.
+        is_main: whether it stood in the queue that is prefetched.
         step: how many steps of the transforms are done; None if it is a batch, -1 if its rows were not gathered.
-        data: what a consumer gets, or what the next step starts from.
+        data: what a consumer gets, or what the next step starts from: ``Gathered``, where rows were joined to it.
     """
 
     ticket: Ticket
@@ -39,15 +49,16 @@ class SavedTicket:
 
     @classmethod
     def of(cls, entry: Entry, batch_size: int, *, is_main: bool) -> Self:
-        """What there is of a ticket now. Its tensors are the live ones."""
-        if entry.batch is not None:
-            return cls(entry.ticket, batch_size, is_main, None, entry.batch.data)
+        """The ticket as far as it has come; shares its tensors."""
+        batch = entry.batch or entry.lent
+        if batch is not None:
+            return cls(entry.ticket, batch_size, is_main, None, batch.data)
         if entry.progress is not None:
             return cls(entry.ticket, batch_size, is_main, entry.progress.step, entry.progress.data)
         return cls(entry.ticket, batch_size, is_main, -1, None)
 
     def entry(self, delivery: int | None = None) -> Entry:
-        """A ticket that stands in line again.
+        """A ticket that stands in a queue again.
 
         Args:
             delivery: the step that brings a batch to its device. It is done again: tensors are saved on the CPU.
@@ -64,18 +75,27 @@ class SavedTicket:
     def plain(self) -> dict[str, Any]:
         """As plain data, in memory of its own."""
         ticket, draw = self.ticket, self.ticket.draw
+        is_gathered = type(self.data) is Gathered
+        content = {
+            "indices": draw.indices,
+            "info": dict(draw.info),
+            "lengths": draw.lengths,
+            "joins": dict(draw.joins),
+            "data": self.data.data if is_gathered else self.data,
+            "joined": dict(self.data.joined) if is_gathered else None,
+        }
         return {
             "number": ticket.number,
             "seed": ticket.seed,
+            "write_count": ticket.write_count,
             "batch_size": self.batch_size,
             "main": self.is_main,
             "epoch": draw.epoch,
             "last": draw.last,
+            "shape": None if draw.shape is None else list(draw.shape),
             "step": self.step,
             # Encoded together, so that what is shared between them stays shared.
-            "content": encode(
-                {"indices": draw.indices, "info": dict(draw.info), "data": self.data}, f"batch {ticket.number}"
-            ),
+            "content": encode(content, f"batch {ticket.number}"),
         }
 
     def cloned(self) -> Self:
@@ -89,81 +109,174 @@ class SavedTicket:
                 copies[id(leaf)] = cloned(leaf)
             return copies[id(leaf)]
 
-        return replace(self, data=map_leaves(clone, self.data))
+        if type(self.data) is not Gathered:
+            return replace(self, data=map_leaves(clone, self.data))
+        data, joined = map_leaves(clone, (self.data.data, dict(self.data.joined)))
+        return replace(self, data=Gathered(self.data.draw, data, joined))
 
     @classmethod
-    def from_plain(cls, plain: Any, rows: int) -> Self:
+    def from_plain(cls, plain: Any, version: int, capacity: int) -> Self:
         """The way back, into a storage with so many rows.
 
         Raises:
             CheckpointCorruptError: it is no ticket.
         """
-        what = "prefetch queue"
-        keys = {"number", "seed", "batch_size", "main", "epoch", "last", "step", "content"}
+        keys = {*_KINDS, "epoch", "step", "content"} | ({"write_count", "shape"} if version > 1 else set())
         if not isinstance(plain, dict) or plain.keys() != keys:
             found = sorted(map(str, plain)) if isinstance(plain, dict) else plain
-            raise CheckpointCorruptError(f"{what}: expected a ticket of {sorted(keys)}, found {found!r} in the list")
-        known = {key: value for key, value in plain.items() if key not in ("epoch", "step", "content")}
-        number, seed, batch_size, is_main, last = fields(
-            known, what, number=int, seed=int, batch_size=int, main=bool, last=bool
+            raise CheckpointCorruptError(f"{_WHAT}: expected a ticket of {sorted(keys)}, found {found!r} in the list")
+        number, seed, batch_size, is_main, _ = fields({key: plain[key] for key in _KINDS}, _WHAT, **_KINDS)
+        if seed >= 2**63:
+            raise CheckpointCorruptError(f"{_WHAT}: expected a seed of 63 bits of batch {number}, found {seed}")
+        step, write_count = plain["step"], plain.get("write_count", _UNKNOWN)
+        _check_number("step", step, number, -1)
+        if version > 1:
+            _check_number("write_count", write_count, number, 0, optional=False)
+        draw, data = _drawn(plain, number, _CONTENT if version > 1 else _CONTENT[:3], capacity)
+        return cls(Ticket(number, draw, seed, write_count), batch_size, is_main, step, data)
+
+    def drawn_from(self, write_count: int) -> Self:
+        """The same, if it can have been drawn after no more than so many items were written.
+
+        Raises:
+            CheckpointCorruptError: it cannot; or its rows are still to be gathered, and some were never written.
+        """
+        ticket = self.ticket
+        if ticket.write_count == _UNKNOWN:
+            ticket = ticket._replace(write_count=write_count)
+        if ticket.write_count > write_count:
+            raise CheckpointCorruptError(
+                f"{_WHAT}: expected batch {ticket.number} to be drawn from at most {write_count} items, found "
+                f"{ticket.write_count}"
+            )
+        if self.step == -1:
+            for rows in (ticket.draw.indices, *ticket.draw.joins.values()):
+                _check_rows(rows, ticket.write_count, ticket.number)
+        return replace(self, ticket=ticket)
+
+
+def _drawn(plain: dict[str, Any], number: int, names: tuple[str, ...], capacity: int) -> tuple[Draw, Any]:
+    """The draw of a ticket, and what was made of it."""
+    content = decode(plain["content"], f"batch {number}")
+    if not isinstance(content, dict) or content.keys() != set(names):
+        raise CheckpointCorruptError(f"{_WHAT}: expected the content of batch {number}, found {content!r}")
+    indices, info, data = (content[name] for name in _CONTENT[:3])
+    lengths, joins, joined = (content.get(name) for name in _CONTENT[3:])
+    if not _is_int64(indices) or indices.ndim != 1:
+        raise CheckpointCorruptError(f"{_WHAT}: expected int64 indices of batch {number}, found {indices!r}")
+    _check_rows(indices, capacity, number)
+    _check_number("epoch", plain["epoch"], number, 0)
+    joins = {} if joins is None else joins
+    if not isinstance(info, dict) or not isinstance(joins, dict) or not all(map(_is_int64, joins.values())):
+        raise CheckpointCorruptError(
+            f"{_WHAT}: expected an info dict and int64 joins of batch {number}, found {info!r}, {joins!r}"
         )
-        content = decode(plain["content"], f"batch {number}")
-        if not isinstance(content, dict) or content.keys() != {"indices", "info", "data"}:
-            raise CheckpointCorruptError(f"{what}: expected the content of batch {number}, found {content!r}")
-        indices, info, epoch, step = content["indices"], content["info"], plain["epoch"], plain["step"]
-        if not isinstance(indices, torch.Tensor) or indices.dtype is not torch.int64 or indices.ndim != 1:
-            raise CheckpointCorruptError(f"{what}: expected int64 indices of batch {number}, found {indices!r}")
-        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
-            raise CheckpointCorruptError(f"{what}: expected indices of rows 0 to {rows - 1}, found {indices.tolist()}")
-        if not isinstance(info, dict) or seed >= 2**63:
-            raise CheckpointCorruptError(f"{what}: expected an info dict, a seed of 63 bits; found {info!r}, {seed}")
-        for name, value, least in (("epoch", epoch, 0), ("step", step, -1)):
-            if value is not None and (type(value) is not int or value < least):
-                raise CheckpointCorruptError(f"{what}: expected {name} of batch {number} as a number, found {value!r}")
-        draw = Draw(indices, info, epoch, last)
-        return cls(Ticket(number, draw, seed), batch_size, is_main, step, content["data"])
+    for rows in joins.values():
+        _check_rows(rows, capacity, number)
+    shape = _shape_of(plain.get("shape"), lengths, indices, number)
+    draw = Draw.of(indices, info, plain["epoch"], plain["last"], shape, lengths, joins)
+    if joined is None:
+        return draw, data
+    if not isinstance(joined, dict) or joined.keys() != joins.keys():
+        raise CheckpointCorruptError(f"{_WHAT}: expected the joins {sorted(joins)} of batch {number}, found {joined!r}")
+    return draw, Gathered(draw, data, joined)
+
+
+def _shape_of(shape: Any, lengths: Any, indices: torch.Tensor, number: int) -> tuple[int, ...] | None:
+    """The shape of a draw, once it and the lengths of its groups are found to fit the rows."""
+    rows = indices.shape[0]
+    if lengths is not None and (
+        not _is_int64(lengths) or lengths.ndim != 1 or bool((lengths < 0).any()) or int(lengths.sum()) != rows
+    ):
+        raise CheckpointCorruptError(f"{_WHAT}: expected groups of {rows} rows of batch {number}, found {lengths!r}")
+    if shape is None:
+        return None
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) != rows:
+        raise CheckpointCorruptError(f"{_WHAT}: expected a shape of {rows} rows of batch {number}, found {shape!r}")
+    return tuple(shape)
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.int64
+
+
+def _check_rows(rows: torch.Tensor, count: int, number: int) -> None:
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= count):
+        raise CheckpointCorruptError(
+            f"{_WHAT}: expected indices of rows 0 to {count - 1} of batch {number}, found {rows.tolist()}"
+        )
+
+
+def _check_number(name: str, value: Any, number: int, least: int, *, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if type(value) is not int or value < least:
+        raise CheckpointCorruptError(f"{_WHAT}: expected {name} of batch {number} as a number, found {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tickets:
-    """All tickets that nobody has taken.
+    """All tickets that nobody has taken, and what became of the others.
 
     Attributes:
         number: number of the next ticket.
         depth: the prefetch depth.
-        ahead: how many of the prefetched line were drawn beyond the depth, for consumers that were waiting or had given
-            up waiting.
+        ahead: how many of the prefetched queue were drawn beyond the depth, for consumers that were waiting or had
+            given up waiting.
         queue: the tickets, in order.
+        delivered: number of batches that were handed to consumers.
+        dropped: number of tickets that were dropped.
     """
 
     number: int
     depth: int
     ahead: int
     queue: list[SavedTicket]
+    delivered: int = 0
+    dropped: int = 0
 
-    def plain(self) -> dict[str, Any]:
-        """As plain data, in memory of its own."""
+    def plain(self, copied: Callable[[], None] | None = None) -> dict[str, Any]:
+        """As plain data, in memory of its own.
+
+        Args:
+            copied: called after each ticket of the queue.
+        """
+        queue = []
+        for ticket in self.queue:
+            queue.append(ticket.plain())
+            if copied is not None:
+                copied()
         return {
             "version": PAYLOAD_VERSION,
             "capacity": self.depth,
             "waiting": self.ahead,
             "next": self.number,
-            "queue": [ticket.plain() for ticket in self.queue],
+            "delivered": self.delivered,
+            "dropped": self.dropped,
+            "queue": queue,
         }
 
     def cloned(self) -> Self:
         """The same tickets with tensors of their own, which have no history."""
         return replace(self, queue=[ticket.cloned() for ticket in self.queue])
 
+    def drawn_from(self, write_count: int) -> Self:
+        """The same, as those of a table into which so many items were written.
+
+        Raises:
+            CheckpointCorruptError: they cannot have been drawn from it.
+        """
+        return replace(self, queue=[ticket.drawn_from(write_count) for ticket in self.queue])
+
     @classmethod
-    def from_plain(cls, plain: Any, depth: int, *, steps: int, rows: int, elastic: bool) -> Self:
+    def from_plain(cls, plain: Any, depth: int, *, steps: int, capacity: int, elastic: bool) -> Self:
         """The way back, checked from the outside in.
 
         Args:
             plain: the payload.
             depth: the prefetch depth of the buffer.
             steps: number of steps of its transforms.
-            rows: number of rows of its storage.
+            capacity: number of rows of its storage.
             elastic: whether another depth is accepted.
 
         Raises:
@@ -175,26 +288,43 @@ class Tickets:
         if not isinstance(plain, dict):
             raise CheckpointCorruptError(f"{what}: expected a dict, found {type(plain).__name__}")
         version = plain.get("version")
-        if type(version) is not int or version != PAYLOAD_VERSION:
-            raise CheckpointVersionError(f"{what}: expected version {PAYLOAD_VERSION}, found {version!r}")
-        capacity, waiting, number = (_natural(plain, name) for name in ("capacity", "waiting", "next"))
+        if type(version) is not int or not 1 <= version <= PAYLOAD_VERSION:
+            raise CheckpointVersionError(f"{what}: expected a version from 1 to {PAYLOAD_VERSION}, found {version!r}")
+        saved_depth, ahead, number = (_natural(plain, name) for name in ("capacity", "waiting", "next"))
         if not elastic:
-            same(capacity, depth, "prefetch depth (elastic=True accepts another)")
+            same(saved_depth, depth, "prefetch depth (elastic=True accepts another)")
         queue = plain.get("queue")
         if not isinstance(queue, list):
             raise CheckpointCorruptError(f"{what}: expected the queue as a list, found {type(queue).__name__}")
-        tickets = [SavedTicket.from_plain(entry, rows) for entry in queue]
-        main = sum(ticket.is_main for ticket in tickets)
-        if main > capacity + waiting:
+        tickets = cls(
+            number,
+            saved_depth,
+            ahead,
+            [SavedTicket.from_plain(entry, version, capacity) for entry in queue],
+            _natural(plain, "delivered") if version > 1 else number - len(queue),
+            _natural(plain, "dropped") if version > 1 else 0,
+        )
+        tickets._check(steps)
+        return tickets
+
+    def _check(self, steps: int) -> None:
+        """Refuse tickets that do not go together."""
+        what = "prefetch payload"
+        main = sum(ticket.is_main for ticket in self.queue)
+        if main > self.depth + self.ahead:
             raise CheckpointCorruptError(
-                f"{what}: expected at most {capacity} batches and {waiting} for waiting consumers, found {main}"
+                f"{what}: expected at most {self.depth} batches and {self.ahead} for waiting consumers, found {main}"
             )
-        for ticket in tickets:
-            if ticket.ticket.number >= number:
-                raise CheckpointCorruptError(f"{what}: expected a number below {number}, found {ticket.ticket.number}")
-        if any(ticket.step is not None and ticket.step > steps for ticket in tickets):
+        numbers = [ticket.ticket.number for ticket in self.queue]
+        if len(set(numbers)) != len(numbers) or max(numbers, default=-1) >= self.number:
+            raise CheckpointCorruptError(f"{what}: expected numbers below {self.number}, each once, found {numbers}")
+        if self.delivered + self.dropped + len(self.queue) != self.number:
+            raise CheckpointCorruptError(
+                f"{what}: expected {self.number} tickets, as many as were drawn; found {self.delivered} delivered, "
+                f"{self.dropped} dropped and {len(self.queue)} in the queue"
+            )
+        if any(ticket.step is not None and ticket.step > steps for ticket in self.queue):
             raise CheckpointMismatchError(f"{what}: expected at most {steps} steps of transforms, found more")
-        return cls(number, capacity, waiting, tickets)
 
 
 def _natural(plain: dict[str, Any], name: str) -> int:

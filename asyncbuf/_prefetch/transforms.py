@@ -132,6 +132,11 @@ class TransformChain:
         self._pace = Pace()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether what is gathered is handed over as it is, whatever the draw."""
+        return not self.steps and self._combines is None
+
+    @property
     def with_state(self) -> list[int]:
         """Which transforms have a ``state_dict``. They are not asked for it: they may be at work."""
         return [i for i, transform in enumerate(self.transforms) if has(transform, "state_dict")]

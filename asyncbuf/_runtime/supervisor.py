@@ -46,12 +46,11 @@ class Supervisor:
         self._workers = workers
         self._crashed = crashed
         self._closed = closed
-        self._reported = False
+        self._reported = self._is_abandoned = False
         self._stop = asyncio.Event()
         self._started = asyncio.Event()
-        # An empty context: the work must not see the context variables of whoever opened the buffer.
-        context = contextvars.Context()
-        self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor", context=context)
+        # In a context of its own: what the workers do must not depend on who opened the buffer.
+        self._task = asyncio.create_task(self._supervise(), name="asyncbuf-supervisor", context=contextvars.Context())
 
     @property
     def stopping(self) -> bool:
@@ -65,6 +64,10 @@ class Supervisor:
     def stop(self) -> None:
         """Let the workers end; returns at once."""
         self._stop.set()
+
+    def abandon(self) -> None:
+        """The event loop was closed: the tasks will never go on."""
+        self._is_abandoned = True
 
     async def stopped(self, seconds: float | None) -> bool:
         """Wait until everything has ended.
@@ -86,15 +89,15 @@ class Supervisor:
                 self._started.set()
                 await self._stop.wait()
                 group.cancel_scope.cancel()
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            self._report(type(error)(*error.args))  # not the one that goes on, which collects frames on its way
+            raise
         except BaseException as error:
             self._report(error)
-            if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-                raise
         finally:
             self._started.set()
-            await self._closed()
-            # The callbacks belong to the pipeline, which holds this object: leave no cycle.
-            del self._work, self._crashed, self._closed
+            if not self._is_abandoned:
+                await self._closed()
 
     def _report(self, error: BaseException) -> None:
         """Tell of the first error at once; other workers may take long to end, if a thread holds them up."""
@@ -105,23 +108,23 @@ class Supervisor:
     async def _serve(self) -> None:
         try:
             await self._work()
-            ended = RuntimeError("a background task of the buffer ended")
+            ended = "a background task of the buffer ended"
         except asyncio.CancelledError:
             # Where the supervisor is being cancelled too, as when asyncio.run ends, it is the one to tell.
             if self.stopping or self._reported or self._task.cancelling():
                 return  # the task would keep the error, and the error the frames of the work
             # A task group takes a cancelled child for a finished one. Waiting consumers would never hear of it.
-            ended = RuntimeError("a background task of the buffer was cancelled from outside")
+            ended = "a background task of the buffer was cancelled from outside"
         except KeyboardInterrupt as error:
-            self._report(error)
+            self._report(type(error)(*error.args))
             raise
         except BaseException as error:
             # Not raised as it is: an event loop lets SystemExit end the program.
             self._report(error)
-            ended = RuntimeError(f"a background task of the buffer ended: {error!r}")
+            ended = f"a background task of the buffer ended: {error!r}"
         if not self.stopping:
-            self._report(ended)
-            raise ended
+            self._report(RuntimeError(ended))
+            raise RuntimeError(ended)
 
 
 def _first(error: BaseException) -> BaseException:

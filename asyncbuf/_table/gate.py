@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Turn:
+class Turn:
     """A place in the queue.
 
     Attributes:
@@ -60,10 +60,11 @@ class HistoryGate:
     """First-come readers/writer gate."""
 
     def __init__(self) -> None:
-        self._queue: deque[_Turn] = deque()
+        self._queue: deque[Turn] = deque()
         self._readers = 0
-        self._writing = False
+        self._writing: Turn | None = None
         self._pumping = False
+        self._given_up = 0
 
     @property
     def readers(self) -> int:
@@ -73,7 +74,7 @@ class HistoryGate:
     @property
     def writing(self) -> bool:
         """Whether somebody whose turn has come is at it."""
-        return self._writing
+        return self._writing is not None
 
     @property
     def is_free(self) -> bool:
@@ -85,10 +86,22 @@ class HistoryGate:
         """Number of writes that were asked for and have not begun."""
         return sum(turn.exclusive and not turn.given_up for turn in self._queue)
 
-    def submit(self, action: Callable[[], None]) -> None:
-        """Do something as soon as every write asked for before it has taken effect: now, if none is waiting."""
-        self._queue.append(_Turn(exclusive=False, run=action))
+    def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> None:
+        """Run an action after all earlier writes; at once if there are none.
+
+        Args:
+            action: what to do; synchronous and short.
+            exclusive: whether it must wait until no rows are being read, too.
+        """
+        self._queue.append(Turn(exclusive=exclusive, run=action))
         self._pump()
+
+    def reset(self) -> None:
+        """Forget everybody: the event loop in which they waited was closed."""
+        self._queue.clear()
+        self._readers = self._given_up = 0
+        self._writing = None
+        self._pumping = False
 
     def acquire_read(self) -> None:
         """Rows are being read from now on; called within a draw."""
@@ -136,24 +149,42 @@ class HistoryGate:
         What is done in the block is done by the task that waited. So a call that is cancelled while it waits has done
         nothing, even if its turn came in the very step in which it was cancelled.
         """
-        turn = _Turn(exclusive=exclusive, waiter=asyncio.get_running_loop().create_future())
+        turn = await self.enter(exclusive=exclusive)
+        try:
+            yield
+        finally:
+            self.leave(turn)
+
+    async def enter(self, *, exclusive: bool) -> Turn:
+        """Wait for a turn, and hold everything behind it off until ``leave``, which any task may call."""
+        turn = Turn(exclusive=exclusive, waiter=asyncio.get_running_loop().create_future())
         self._queue.append(turn)
         self._pump()
         try:
             await self._wait(turn)
-            yield
-        finally:
-            # Look at the turn, not at the wait: both may have come to an end in one step.
-            if turn.came:
-                self._writing = False
-                self._pump()
+        except BaseException:
+            self.leave(turn)  # the turn may have come in the very step in which the wait was cancelled
+            raise
+        return turn
 
-    async def _wait(self, turn: _Turn) -> None:
+    def leave(self, turn: Turn) -> None:
+        """End a turn. Does nothing if it has ended, or never came."""
+        if self._writing is not turn:
+            return
+        assert turn.waiter is not None
+        self._writing = None
+        if turn.waiter.get_loop().is_closed():
+            self.reset()  # those behind it waited in the same loop
+        else:
+            self._pump()
+
+    async def _wait(self, turn: Turn) -> None:
         assert turn.waiter is not None
         try:
             await turn.waiter
         finally:
-            self._forget_given_up()
+            if not turn.came:
+                self._forget_given_up()
         if turn.error is not None:
             error, turn.error = turn.error, None
             try:
@@ -178,7 +209,8 @@ class HistoryGate:
                     except BaseException as error:
                         failure = failure or error  # an error in one turn stops none of those behind it
                 elif turn.waiter is not None and not turn.given_up:
-                    turn.came = self._writing = True
+                    turn.came = True
+                    self._writing = turn
                     turn.waiter.set_result(None)
             if failure is not None:
                 raise failure
@@ -187,10 +219,14 @@ class HistoryGate:
             del failure  # it holds this frame, which must not hold it in turn
 
     def _forget_given_up(self) -> None:
-        """A turn that nobody waits for must hold neither its items nor those behind it."""
-        if any(turn.given_up for turn in self._queue):
-            self._queue = deque(turn for turn in self._queue if not turn.given_up)
+        """A turn that nobody waits for must not hold up those behind it, nor stay in the queue for long."""
+        self._given_up += 1
+        if self._queue and self._queue[0].given_up:
             self._pump()
+        if 2 * self._given_up > len(self._queue):
+            # Seldom enough, so that giving up takes the same time however many turns there are.
+            self._queue = deque(turn for turn in self._queue if not turn.given_up)
+            self._given_up = 0
 
     def refuse(self, error: Callable[[], BaseException]) -> None:
         """Tell every coroutine that waits for its turn that it will not come."""

@@ -1,4 +1,4 @@
-"""Storage, writer, sampler and generator as one: what items go into, and what tickets are drawn from."""
+"""Storage, writer, sampler, limiter and generator as one: what items go into, and what tickets are drawn from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import first_of_each
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
-from asyncbuf.batch import Draw
-from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
+from asyncbuf._table import checks
+from asyncbuf._table.limits import Limits
+from asyncbuf._table.ownership import claim
+from asyncbuf._table.row_index import RowIndex
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.rows import NO_COLUMNS, NotYet, Rows, WriteEvent
 
 if TYPE_CHECKING:
-    from asyncbuf.storage import Prepared, Storage
-    from asyncbuf.writer import Placement, Writer
+    from collections.abc import Iterator
 
-_TRUSTED = (RandomSampler, SamplerWithoutReplacement)
+    from asyncbuf.batch import Draw
+    from asyncbuf.limiter import Limiter
+    from asyncbuf.rows import Answer, Int64Array, Placement
+    from asyncbuf.sampler import Sampler
+    from asyncbuf.storage import Prepared, Storage
+    from asyncbuf.writer import Writer
+
+_UNKNOWN = -1
+_NOT_YET = Rows(0, 0, 0)  # in a write event, until the rows are written
 
 
 class Table:
@@ -26,126 +38,262 @@ class Table:
         storage: where items live.
         writer: which rows they take.
         sampler: which rows a batch takes.
+        limiter: when items may be written and batches drawn.
         generator: randomness of the draws.
-        min_size: draws begin when this many items are stored.
+
+    Attributes:
+        limits: the limiter and its counters.
+        has_write_events: whether the sampler wants to see each write as a whole.
+        stale_priorities: number of rows whose priorities came after they were replaced or removed.
+
+    Raises:
+        ValueError: one of the parts belongs to another table.
     """
 
     def __init__(
-        self, storage: Storage, writer: Writer, sampler: Sampler, generator: torch.Generator, min_size: int
+        self, storage: Storage, writer: Writer, sampler: Sampler, limiter: Limiter, generator: torch.Generator
     ) -> None:
+        claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
         self.writer = writer
         self.sampler = sampler
         self.generator = generator
-        self.min_size = min_size
+        self.limits = Limits(limiter)
+        self._checks_writes = "check_write" in sampler.hooks
+        self._tells_events = "wrote" in sampler.hooks
+        self._tells_rows = "written" in sampler.hooks
+        self.has_write_events = self._checks_writes or self._tells_events
+        self.stale_priorities = 0
+        self._capacity = storage.capacity
+        self._index = RowIndex(storage.capacity, writer)
         self._rows: Rows | None = None
-        self._tells_sampler = type(sampler).written is not Sampler.written
-        self._checks_draws = type(sampler) not in _TRUSTED
+        # The batch size for which the answer of may_draw is yes until the rows change.
+        self._open_for = _UNKNOWN
+        self._asks_sampler = "may_draw" in sampler.hooks
+        self._answer_holds = not limiter.counts_draws and not (self._asks_sampler and sampler.counts_draws)
+        self._counts_items = not (writer.trusted and writer.computes_numbers)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> Rows:
         """What there is to draw from now."""
         rows = self._rows
         if rows is None:
-            rows = self._rows = Rows(self.writer.size, self.storage.capacity, self.writer.write_count)
+            rows = self._rows = self._index.rows(self.writer.write_count)
         return rows
 
-    def changed(self) -> None:
-        """The writer has another state now."""
-        self._rows = None
+    @property
+    def size(self) -> int:
+        """Number of valid rows."""
+        return self._index.size
 
     @property
-    def drawable(self) -> bool:
-        """Whether enough items are stored to draw."""
-        return self.rows.size >= self.min_size
+    def write_count(self) -> int:
+        """Number of items ever written."""
+        return (self._rows or self.rows).write_count
 
-    def place(self, prepared: Prepared) -> Placement:
-        """Choose the rows for prepared items, and tell the sampler.
+    @property
+    def listens_to_hand_over(self) -> bool:
+        """Whether the sampler wants to know which batches consumers got."""
+        return "handed_over" in self.sampler.hooks
 
-        The sampler is told before the rows are overwritten: if it raises, nothing has happened yet.
+    def changed(self) -> None:
+        """Rows, priorities or the state of a part are other than before."""
+        self._rows = None
+        self._open_for = _UNKNOWN
+
+    def replaced(self, rows: Int64Array, write_count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which rows were removed or got another item since so many items had been written: bool ``[rows]``."""
+        gone = ~self._index.contains(rows)
+        gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
+        return gone
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def place(self, count: int) -> Placement:
+        """Choose rows for so many items. Changes nothing.
+
+        Raises:
+            TypeError, IndexError, ValueError: a writer returned something else than different rows of the storage.
         """
-        placement = self.writer.place(prepared.count, self.storage.capacity)
-        if self._tells_sampler:
-            before = self.writer.state_dict()
-            self.writer.commit(placement, self.storage.capacity)
-            self.changed()
-            try:
-                self.sampler.written(_rows_of(placement), self.rows)
-            finally:
-                self.writer.load_state_dict(before)
-                self.changed()
+        placement = self.writer.place(count, self._capacity)
+        if not self.writer.trusted:
+            checks.placement(placement, count, self._capacity, type(self.writer).__name__)
         return placement
 
-    def commit(self, placement: Placement) -> torch.Tensor:
-        """Make rows valid that were written: int64 ``[kept items]``, in the order of the items."""
-        self.writer.commit(placement, self.storage.capacity)
+    def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent:
+        """Ask the sampler whether items may be written. Changes nothing; an error refuses them.
+
+        Returns:
+            What the sampler is told when they are written.
+        """
+        paths, first = self.sampler.columns, self.writer.write_count
+        columns = self.storage.columns(prepared, paths) if paths else NO_COLUMNS
+        if not self._checks_writes:
+            return WriteEvent(placement, first, _NOT_YET, columns)
+        event = WriteEvent(placement, first, self._index.rows_after(placement, first + placement.offered), columns)
+        self.sampler.check_write(event)
+        return event
+
+    def commit(self, placement: Placement) -> None:
+        """Make rows valid that were written."""
+        if self._counts_items:
+            first = self.writer.write_count
+            self.writer.commit(placement, self._capacity)
+            checks.write_count(self.writer.write_count, first + placement.offered, type(self.writer).__name__)
+            self._index.store_numbers(placement, first)
+        else:
+            self.writer.commit(placement, self._capacity)
+        self._index.wrote(placement)
+        self._rows = None
+        self._open_for = _UNKNOWN
+
+    def wrote(self, placement: Placement, event: WriteEvent | None) -> None:
+        """Tell the sampler of rows that were written. An error leaves it in a state that does not go with the rows."""
+        if event is not None and self._tells_events:
+            if self._checks_writes and self._index.sparse is None:
+                self._rows = event.table  # as it was to be
+            event.table = self.rows
+            self.sampler.wrote(event)
+        if self._tells_rows:
+            self.sampler.written(torch.from_numpy(placement.rows), self.rows)
+
+    def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
+        """Remove rows: how many left. An error leaves a part in a state that does not go with the rows.
+
+        Args:
+            rows: rows of the storage; those that are not valid are left out.
+            write_count: number of items written when they were drawn: those that were replaced since are left out.
+        """
+        rows = first_of_each(rows)
+        rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
+        if not len(rows):
+            return 0
+        self._index.remove(rows)
         self.changed()
-        return _rows_of(placement)
+        self.writer.removed(torch.from_numpy(rows.copy()), self._capacity)
+        self.storage.release(torch.from_numpy(rows.copy()))
+        if "removed" in self.sampler.hooks:
+            self.sampler.removed(torch.from_numpy(rows), self.rows)
+        return len(rows)
+
+    def clear(self) -> None:
+        """Forget every item."""
+        self.storage.clear()
+        self.writer.clear()
+        self._index.clear()
+        self.changed()
+        self.sampler.clear()
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def may_draw(self, batch_size: int) -> Answer:
+        """Whether a batch can be drawn now, or what is missing."""
+        if batch_size == self._open_for:
+            return True
+        rows = self.rows
+        answer = self.limits.may_draw(rows, batch_size)
+        if answer and self._asks_sampler:
+            answer = self.sampler.may_draw(rows, batch_size)
+        if answer and not rows.size:
+            answer = NotYet("no item is stored")
+        if answer and self._answer_holds:
+            self._open_for = batch_size
+        return answer
 
     def draw(self, batch_size: int) -> Draw:
         """Ask the sampler.
 
         Raises:
             ValueError: the sampler says that there is no such batch.
-            TypeError, IndexError: a sampler returned something else than rows of the storage.
+            TypeError, IndexError: a sampler returned something else than valid rows.
         """
-        if not self._checks_draws:
+        sampler, limits = self.sampler, self.limits
+        if sampler.trusted:
             if (is_inference_on() or dispatch_modes() or function_modes()) and disturb_us():
                 with Swapped():
-                    return self.sampler.draw(self.rows, batch_size, self.generator)
-            return self.sampler.draw(self.rows, batch_size, self.generator)
-        draw = shielded(self.sampler.draw, self.rows, batch_size, self.generator)
-        _check(draw, self.rows.size, type(self.sampler).__name__)
+                    return self.draw(batch_size)
+            draw = sampler.draw(self.rows, batch_size, self.generator)
+        else:
+            draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
+            checks.draw(draw, self.rows, type(sampler).__name__)
+        limits.drawn += 1
+        # Of the samplers that are trusted, only those with passes give fewer rows than were asked for.
+        limits.drawn_items += batch_size if draw.epoch is None and sampler.trusted else draw.indices.numel()
         return draw
 
-    def update_priority(self, indices: Any, priority: Any) -> None:
+    def handed_over(self, draw: Draw, write_count: int) -> int:
+        """A consumer has got the batch of a draw. In an exclusive turn: rows may leave.
+
+        Args:
+            draw: the draw.
+            write_count: number of items written when it was drawn.
+
+        Returns:
+            How many rows left.
+        """
+        leaving = self.sampler.handed_over(draw)
+        if leaving is None:
+            return 0
+        return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
+
+    def dropped(self, draw: Draw) -> None:
+        """Nobody gets the batch of a draw."""
+        self.sampler.dropped(draw)
+
+    def update_priority(
+        self, indices: Any, priority: Any, write_count: int | None = None, *, is_batch: bool = False
+    ) -> None:
         """Forward new priorities to the sampler.
+
+        Args:
+            indices: rows, integers ``[n]``.
+            priority: float ``[n]``, or one number for all.
+            write_count: number of items written when the rows were drawn: those that were replaced since are left out.
+            is_batch: whether the rows are those of a batch, so that an array must have as many priorities.
 
         Raises:
             TypeError: the indices are not integers.
             ValueError: indices and priorities differ in number, or a priority is not finite.
             IndexError: an index is not a row of the storage.
         """
-        where = torch.as_tensor(indices, device="cpu").detach().reshape(-1)
-        value = torch.as_tensor(priority, device="cpu").detach().reshape(-1)
-        if where.numel() == 0 and value.numel() == 0:
-            return
-        if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:
-            raise TypeError(f"indices: expected integers, found {where.dtype}")
-        if value.numel() == 1 and where.numel() != 1:
-            value = value.expand_as(where)
-        if where.shape != value.shape:
-            raise ValueError(f"priority: expected {where.numel()} values, one per index, found {value.numel()}")
-        if not torch.isfinite(value).all():
-            raise ValueError("priority: expected finite values, found nan or infinity")
-        _check_range(where, self.storage.capacity, "indices")
-        self.sampler.update_priority(where.to(torch.int64), value, self.rows)
+        rows = checks.row_numbers(indices, self._capacity, "indices")
+        value = checks.priorities(priority, len(rows), is_batch=is_batch)
+        if write_count is not None:
+            fresh = ~self.replaced(rows, write_count)
+            self.stale_priorities += len(rows) - int(np.count_nonzero(fresh))
+            rows, value = rows[fresh], value[torch.from_numpy(fresh)]
+        if len(rows):
+            self.sampler.update_priority(torch.from_numpy(rows), value, self.rows)
+            self.changed()
 
-    def clear(self) -> None:
-        """Forget every item."""
-        self.storage.clear()
-        self.writer.clear()
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def components(self) -> Iterator[tuple[str, Any]]:
+        """Every part with a state, by name, in the order in which states are loaded.
+
+        Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
+        Older checkpoints lack rows and limiter: those are then as in a new table.
+        """
+        yield "writer", self.writer
+        yield "rows", self._index
+        yield "limiter", self.limits
+        yield "sampler", self.sampler
+
+    def verify(self, stored: int) -> None:
+        """Refuse states that were just loaded and do not go with each other.
+
+        Args:
+            stored: number of rows that the storage has.
+
+        Raises:
+            CheckpointCorruptError: they contradict each other.
+        """
         self.changed()
-        self.sampler.clear()
-
-
-def _rows_of(placement: Placement) -> torch.Tensor:
-    # By numpy, whose calls for a few rows take half the time.
-    runs = [np.arange(run.row, run.row + run.count, dtype=np.int64) for run in placement.runs]
-    return torch.from_numpy(runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs]))
-
-
-def _check(draw: Draw, size: int, name: str) -> None:
-    if not isinstance(draw, Draw):
-        raise TypeError(f"{name}.draw: expected a Draw, found {type(draw).__name__}")
-    indices = draw.indices
-    if not isinstance(indices, torch.Tensor) or indices.dtype is not torch.int64 or indices.ndim != 1:
-        raise TypeError(f"{name}.draw: expected indices as an int64 tensor with one axis, found {indices!r}")
-    if indices.numel() == 0:
-        raise IndexError(f"{name}.draw: expected at least one index, found none")
-    _check_range(indices, size, f"{name}.draw")
-
-
-def _check_range(indices: torch.Tensor, size: int, name: str) -> None:
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= size):
-        raise IndexError(f"{name}: expected rows 0 to {size - 1}, found {int(indices.min())} to {int(indices.max())}")
+        if (highest := self._index.highest()) >= stored:
+            raise CheckpointCorruptError(
+                f"writer: expected a size of at most {stored}, the rows in storage, found {highest + 1}"
+            )
+        for _, part in self.components():
+            part.verify(self.rows)

@@ -14,50 +14,35 @@ import asyncio
 import logging
 import operator
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, is_checkpoint, remove, sweep
-from asyncbuf._plain.codec import decode
+from asyncbuf._disk.directory import CheckpointWriter, absolute, is_checkpoint, remove, sweep
+from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
-from asyncbuf.buffer import ReplayBuffer
-from asyncbuf.checkpoint.components import (
-    BUFFER,
-    OBJECT,
-    VALUE,
-    Captured,
-    GlobalGenerators,
-    Target,
-    capture,
-    is_stateful,
-    joined,
-    load,
-    prove,
-)
-from asyncbuf.checkpoint.snapshot import Snapshot
+from asyncbuf.checkpoint.components import Captured, capture, is_stateful
+from asyncbuf.checkpoint.freeze import is_within_any
+from asyncbuf.checkpoint.global_generators import GlobalGenerators
+from asyncbuf.checkpoint.run_plan import FORMAT, RNG, VERSION, RunPlan
+from asyncbuf.checkpoint.snapshotable import is_snapshotable
 from asyncbuf.errors import (
     CheckpointCorruptError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointVersionError,
 )
 
 if TYPE_CHECKING:
     import os
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
-VERSION = 1
-_FORMAT = "asyncbuf.run"
 _STEP = re.compile(r"step-([0-9]{6,})")
 _LISTINGS = 5
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ARGUMENTS = {"step", "rng", "timeout", "elastic", "partial"}
-_RNG = "rng"
-# How long batches that hang may hold up a restore; they are put back as tickets then.
-_SETTLE_SECONDS = 10.0
-_WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
 
-logger = logging.getLogger("asyncbuf")
+_logger = logging.getLogger("asyncbuf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +58,10 @@ class RestoredCheckpoint:
     step: int
     path: Path
     values: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """One short line, without the values of tensors."""
+        return f"RestoredCheckpoint(step={self.step}, path={str(self.path)!r}, values={summary(self.values)})"
 
 
 class Checkpointer:
@@ -95,7 +84,7 @@ class Checkpointer:
             raise TypeError(f"keep: expected an int or None, found {keep!r}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep: expected at least 1, found {keep}")
-        self._directory = Path(directory)
+        self._directory = absolute(directory)
         self._keep = keep
         self._rng = rng
         self._swept = False
@@ -154,8 +143,8 @@ class Checkpointer:
         path = self.path(step)
         _check_names(parts)
         if self._rng if rng is None else rng:
-            parts[_RNG] = GlobalGenerators()
-        async with self._lock("capture"):
+            parts[RNG] = GlobalGenerators()
+        async with self._turn("capture"):
             captured = await capture(parts, timeout)
         async with self._lock("disk"):
             writer = CheckpointWriter(path)
@@ -169,7 +158,7 @@ class Checkpointer:
             self._swept = True
         with writer:
             parts = {name: part.write(writer, name) for name, part in captured.items()}
-            writer.commit({"format": _FORMAT, "version": VERSION, "step": step, "parts": parts})
+            writer.commit({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
         self._prune(step)
 
     def _prune(self, written: int) -> None:
@@ -184,7 +173,7 @@ class Checkpointer:
             try:
                 remove(path)
             except OSError as error:
-                logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+                _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -221,24 +210,25 @@ class Checkpointer:
         """
         _check_names(objects)
         for name, part in objects.items():
-            if not isinstance(part, ReplayBuffer) and not is_stateful(part):
+            if not is_snapshotable(part) and not is_stateful(part):
                 raise TypeError(
                     f"{name}: expected a ReplayBuffer or an object with state_dict and load_state_dict, found "
                     f"{type(part).__name__}; plain values come back in the result"
                 )
-        async with self._lock("disk"):  # no save prunes or replaces meanwhile what is being read
-            demanded = self._rng and not partial if rng is None else rng
+        demanded = self._rng and not partial if rng is None else rng
+        async with self._turn("restore"):
             while True:
                 chosen = self._chosen(step)
-                plan = _Plan(self.path(chosen), chosen, objects, partial=partial)
+                plan = RunPlan(self.path(chosen), chosen, objects, partial=partial)
                 if demanded or (rng is None and not partial):
                     plan.add_generators(GlobalGenerators(elastic=elastic), demanded=demanded)
                 try:
-                    await in_thread(plan.read)
-                    await plan.apply(elastic=elastic)
+                    async with self._lock("disk"):  # no save prunes or replaces meanwhile what is being read
+                        await plan.read(elastic=elastic)
+                    await plan.apply()
                 except (CheckpointCorruptError, CheckpointVersionError, CheckpointNotFoundError) as error:
                     if step is None and not plan.path.exists():
-                        continue  # another process has saved a later one, and removed this one before it was opened
+                        continue  # another save has committed a later one, and removed this one before it was opened
                     others = [other for other in self.steps() if other != chosen]
                     if step is not None or not others:
                         raise
@@ -255,127 +245,19 @@ class Checkpointer:
             raise CheckpointNotFoundError(f"{self.path(chosen)}: expected a checkpoint, found those of steps {steps}")
         return chosen
 
+    def _turn(self, what: str) -> AbstractAsyncContextManager[None]:
+        """A lock under which buffers are waited for.
+
+        Whoever is within a freeze does not take it: another one might hold it while it waits for that freeze to end.
+        """
+        return nullcontext() if is_within_any() else self._lock(what)
+
     def _lock(self, what: str) -> asyncio.Lock:
         """A lock of the running loop, so that one object may serve one loop after the other."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._locks = loop, {}
         return self._locks.setdefault(what, asyncio.Lock())
-
-
-class _Plan:
-    """A checkpoint on its way into objects.
-
-    Args:
-        path: its directory.
-        step: the step that it must be of.
-        objects: where its parts go.
-        partial: whether parts without an object are left out.
-    """
-
-    def __init__(self, path: Path, step: int, objects: dict[str, Any], *, partial: bool) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {}
-        self._step = step
-        self._objects = objects
-        self._partial = partial
-        self._generators: GlobalGenerators | None = None
-        self._demands_generators = False
-        self._targets: list[Target] = []
-        self._buffers: list[tuple[ReplayBuffer, Snapshot]] = []
-
-    def add_generators(self, generators: GlobalGenerators, *, demanded: bool) -> None:
-        """Set the global generators too, if they were saved, or because that is demanded."""
-        self._generators, self._demands_generators = generators, demanded
-
-    def read(self) -> None:
-        """Read, check and decode everything. Blocks, and changes nothing that is live."""
-        if not is_checkpoint(self.path):
-            # Not CheckpointNotFoundError, upon which a program may well start afresh.
-            raise CheckpointCorruptError(f"{self.path}: expected a checkpoint with a manifest, found none")
-        reader = CheckpointReader(self.path)
-        parts = _parts_of(reader.state, self.path, self._step)
-        generators = parts.pop(_RNG, None)
-        self._match(parts)
-        for name, part in parts.items():
-            if part["kind"] == VALUE:
-                self.values[name] = decode(joined(reader, name, part), name)
-        for name, given in self._objects.items():
-            if isinstance(given, ReplayBuffer):
-                self._add_buffer(reader, name, given, parts[name]["state"])
-            else:
-                self._add(reader, name, given, parts[name])
-        if generators is not None and self._generators is not None:
-            self._add(reader, _RNG, self._generators, generators)
-        elif self._demands_generators:
-            raise CheckpointMismatchError(f"{self.path}: expected global generators (rng), found none")
-
-    def _match(self, parts: dict[str, Any]) -> None:
-        saved = {name: part["kind"] for name, part in parts.items() if part["kind"] != VALUE}
-        given = {name: BUFFER if isinstance(part, ReplayBuffer) else OBJECT for name, part in self._objects.items()}
-        unknown = sorted(given.keys() - saved.keys())
-        missing = [] if self._partial else sorted(saved.keys() - given.keys())
-        if unknown or missing:
-            raise CheckpointMismatchError(
-                f"{self.path}: expected the objects {sorted(saved)}, found {sorted(given)} (not in the checkpoint: "
-                f"{unknown}, no object given: {missing}; partial=True leaves parts out; plain values, which come back "
-                f"in the result: {sorted(parts.keys() - saved.keys())})"
-            )
-        for name, kind in given.items():
-            if saved[name] != kind:
-                raise CheckpointMismatchError(
-                    f"{self.path}: {name}: expected {_WORDS[saved[name]]}, found {_WORDS[kind]}"
-                )
-
-    def _add(self, reader: CheckpointReader, name: str, given: Any, part: dict[str, Any]) -> None:
-        target = Target(name, given, joined(reader, name, part))
-        target.loadable()
-        self._targets.append(target)
-
-    def _add_buffer(self, reader: CheckpointReader, name: str, buffer: ReplayBuffer, document: Any) -> None:
-        snapshot = Snapshot.read(reader, document, f"{name}/")
-        if self._buffers:
-            # The first buffer checks its rows itself before anything changes; the others come too late for that.
-            for _ in reader.read_all(f"{name}/storage"):
-                pass
-        self._buffers.append((buffer, snapshot))
-
-    async def apply(self, *, elastic: bool) -> None:
-        """Make everything live."""
-        if self._buffers:
-            prove(self._targets)
-        restored: list[tuple[ReplayBuffer, Snapshot]] = []
-        try:
-            for buffer, snapshot in self._buffers:
-                before = await buffer.snapshot(_SETTLE_SECONDS) if len(self._buffers) > 1 else None
-                await buffer.restore(snapshot, elastic=elastic)
-                if before is not None:
-                    restored.append((buffer, before))
-            # No await from here back to the step in which the last buffer took over.
-            load(self._targets)
-        except BaseException:
-            for buffer, before in reversed(restored):
-                await buffer.restore(before)
-            raise
-
-
-def _parts_of(state: Any, path: Path, step: int) -> dict[str, dict[str, Any]]:
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        found = state.get("format", sorted(state)) if isinstance(state, dict) else type(state).__name__
-        raise CheckpointMismatchError(f"{path}: expected the checkpoint of a run ({_FORMAT}), found {found!r}")
-    version = state.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise CheckpointVersionError(f"{path}: expected a version of {_FORMAT} from 1 to {VERSION}, found {version!r}")
-    if state.get("step") != step:
-        raise CheckpointMismatchError(f"{path}: expected the checkpoint of step {step}, found {state.get('step')!r}")
-    parts = state.get("parts")
-    if not isinstance(parts, dict) or not all(map(_is_part, parts.values())):
-        raise CheckpointCorruptError(f"{path}: expected parts of a known kind, found something else")
-    return dict(parts)
-
-
-def _is_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.keys() == {"kind", "state"} and part["kind"] in (BUFFER, OBJECT, VALUE)
 
 
 def _step(step: Any) -> int:
@@ -395,5 +277,5 @@ def _check_names(parts: dict[str, Any]) -> None:
                 f"expected the name of a part in letters, digits, '_' and '-', and none of {sorted(_ARGUMENTS)}; "
                 f"found {name!r}"
             )
-        if isinstance(part, ReplayBuffer) and buffers.setdefault(id(part), name) != name:
+        if is_snapshotable(part) and buffers.setdefault(id(part), name) != name:
             raise ValueError(f"expected each buffer once, found the same as {buffers[id(part)]} and {name}")

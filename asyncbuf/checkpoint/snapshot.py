@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter
-from asyncbuf._plain.codec import decode, encode, join, split
-from asyncbuf._plain.state import fields, same
-from asyncbuf._prefetch.tickets import Tickets
+from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute
+from asyncbuf._plain.codec import join, split
 from asyncbuf._runtime.threads import in_thread
-from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
-from asyncbuf.storage.frozen import InMemoryRows
+from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
+from asyncbuf.storage.frozen import Chunk, InMemoryRows, tensors_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from asyncbuf._prefetch.transforms import TransformChain
-    from asyncbuf._table.table import Table
     from asyncbuf.storage.frozen import Frozen
 
-VERSION = 1
-_FORMAT = "asyncbuf.checkpoint.snapshot"
-_SMALL_PARTS = ("writer", "sampler", "transforms", "generator")
+VERSION = 2
+FORMAT = "asyncbuf.snapshot"
+# What stands in the state of a snapshot beside the states of the parts of a buffer.
+_RESERVED = {"format", "version", "config", "prefetch", "storage"}
 
 
 class Snapshot:
@@ -46,8 +43,8 @@ class Snapshot:
 
         ``torch.save`` writes it, and ``torch.load`` reads it with its safe default.
         """
-        storage = {"meta": self._storage.meta, "chunks": list(self._storage.chunks())}
-        return _copied({**self._state, "storage": storage})
+        storage = {"meta": self._storage.meta, "chunks": list(tensors_of(self._storage))}
+        return copied({**self._state, "storage": storage})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Become the snapshot that a state dict was made from. The dict stays the caller's.
@@ -55,13 +52,13 @@ class Snapshot:
         Raises:
             CheckpointError: it is not the state dict of a snapshot; nothing has changed.
         """
-        borrowed = self.borrowed(_copied(state_dict))
+        borrowed = self.borrowed(copied(state_dict))
         self._state, self._storage = borrowed._state, borrowed._storage
 
     @classmethod
     def borrowed(cls, state_dict: Any) -> Self:
         """A snapshot that shares the memory of a state dict, for use while nobody changes that."""
-        state = dict(_checked(state_dict))
+        state = dict(checked(state_dict))
         storage = state.pop("storage", None)
         if not isinstance(storage, dict) or storage.keys() != {"meta", "chunks"}:
             raise CheckpointCorruptError(f"storage: expected meta and chunks, found {type(storage).__name__}")
@@ -99,12 +96,12 @@ class Snapshot:
             CheckpointVersionError: it is newer than this release.
             CheckpointCorruptError: it is damaged.
         """
-        return await in_thread(cls._load, path)
+        return await in_thread(cls._load, absolute(path))
 
     @classmethod
     def _load(cls, path: str | os.PathLike[str]) -> Self:
         snapshot = cls.open(path)
-        return cls(snapshot._state, InMemoryRows(snapshot._storage.meta, snapshot._storage.chunks()))
+        return cls(snapshot._state, InMemoryRows(snapshot._storage.meta, tensors_of(snapshot._storage)))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -112,6 +109,11 @@ class Snapshot:
         reader = CheckpointReader(path)
         document = reader.state.get("buffer") if isinstance(reader.state, dict) else None
         return cls.read(reader, document)
+
+    @property
+    def contents(self) -> tuple[dict[str, Any], Frozen]:
+        """State and rows as they are, in the memory of the snapshot."""
+        return self._state, self._storage
 
     def write(self, writer: CheckpointWriter, prefix: str = "") -> Any:
         """Write the files of this snapshot into a checkpoint; may block.
@@ -124,11 +126,11 @@ class Snapshot:
             What JSON can hold, for ``read``.
         """
         for number, chunk in enumerate(self._storage.chunks()):
-            writer.write(f"{prefix}storage/{number:05}.safetensors", chunk)
+            writer.write(f"{prefix}storage/{number:05}.safetensors", chunk.tensors)
         document = dict(self._state)
-        for part in (*_SMALL_PARTS, "storage"):
-            plain = self._storage.meta if part == "storage" else document[part]
-            document[part] = _written(writer, f"{prefix}{part}", plain)
+        document["storage"] = self._storage.meta
+        for part in (*parts_of(document), "storage"):
+            document[part] = _written(writer, f"{prefix}{part}", document[part])
         if "prefetch" in document:
             queue = document["prefetch"]["queue"]
             written = [_written(writer, f"{prefix}prefetch/{i:05}", entry) for i, entry in enumerate(queue)]
@@ -138,8 +140,8 @@ class Snapshot:
     @classmethod
     def read(cls, reader: CheckpointReader, document: Any, prefix: str = "") -> Self:
         """The way back; the rows are read later."""
-        state = dict(_checked(document))
-        for part in (*_SMALL_PARTS, "storage"):
+        state = dict(checked(document))
+        for part in (*parts_of(state), "storage"):
             state[part] = _joined(reader, f"{prefix}{part}", state.get(part))
         prefetch = state.get("prefetch")
         if isinstance(prefetch, dict) and isinstance(prefetch.get("queue"), list):
@@ -176,162 +178,30 @@ class _OnDisk:
         self._reader = reader
         self._part = part
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+    def chunks(self) -> Iterator[Chunk]:
         """Reads and checks one file after the other."""
-        return self._reader.read_all(self._part)
+        return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._reader.read_all(self._part))
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """What a buffer must have in common with a snapshot to take it over.
-
-    Attributes:
-        batch_size: number of items of a prefetched batch.
-        depth: the prefetch depth.
-    """
-
-    batch_size: int | None
-    depth: int
-
-
-def capture(table: Table, chain: TransformChain, config: Config, tickets: Tickets) -> Callable[[], Snapshot]:
-    """Take a snapshot, in one step: called in a turn of the history in which nothing is being written or gathered.
-
-    Returns:
-        A function that completes it, to be called in a thread before any captured batch is handed over.
+def checked(state: Any) -> dict[str, Any]:
+    """The state of a snapshot, if this release knows its format.
 
     Raises:
-        CheckpointError: a component holds something that cannot be saved.
+        CheckpointCorruptError: it is something else.
+        CheckpointVersionError: its version is not known.
     """
-    generator = table.generator
-    state = {
-        "format": _FORMAT,
-        "version": VERSION,
-        "config": {**_kinds(table, chain), "capacity": table.storage.capacity, "batch_size": config.batch_size},
-        "writer": encode(table.writer.state_dict(), "writer"),
-        "sampler": encode(table.sampler.state_dict(), "sampler"),
-        "transforms": [encode(state, f"transform {i}") for i, state in enumerate(chain.states())],
-        "generator": {"device": generator.device.type, "state": generator.get_state()},
-    }
-    frozen = table.storage.freeze()
-    return lambda: Snapshot({**state, "prefetch": tickets.plain()}, frozen)
-
-
-class RestorePlan:
-    """A snapshot that was read, checked and decoded for one buffer, and can be made live in one step.
-
-    Making it may take long and belongs in a thread; it changes nothing that is live.
-
-    Args:
-        snapshot: the snapshot.
-        table: storage, writer, sampler and generator that will take it over.
-        chain: the transforms that will.
-        config: the settings of the buffer.
-        elastic: whether another prefetch depth and batch size are accepted.
-        moves: whether the snapshot is used for nothing else, so that its memory may be taken over.
-
-    Raises:
-        CheckpointError: the snapshot is damaged, too new, or belongs to another kind of buffer.
-    """
-
-    def __init__(
-        self, snapshot: Snapshot, table: Table, chain: TransformChain, config: Config, *, elastic: bool, moves: bool
-    ) -> None:
-        self._table = table
-        self._chain = chain
-        try:
-            self._read(snapshot, config, elastic=elastic, moves=moves)
-        except CheckpointError:
-            raise
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise CheckpointCorruptError(f"snapshot: expected the state of a buffer, found {error!r}") from error
-
-    def _read(self, snapshot: Snapshot, config: Config, *, elastic: bool, moves: bool) -> None:
-        table, chain = self._table, self._chain
-        state = _checked(snapshot._state)
-        meta = snapshot._storage.meta
-        if not moves:
-            state, meta = _copied(state), _copied(meta)
-        saved = state.get("config")
-        kinds = _kinds(table, chain)
-        capacity, batch_size = table.storage.capacity, config.batch_size
-        if not isinstance(saved, dict) or saved.keys() != {*kinds, "capacity", "batch_size"}:
-            raise CheckpointCorruptError(f"snapshot: expected the kinds of its parts, found {saved!r}")
-        for name, kind in kinds.items():
-            same(saved[name], kind, name)
-        same(saved["capacity"], capacity, "capacity")
-        if not elastic:
-            same(saved["batch_size"], batch_size, "batch_size (elastic=True accepts another)")
-        self._parts = {name: decode(state.get(name), name) for name in _SMALL_PARTS}
-        if not isinstance(self._parts["transforms"], list) or len(self._parts["transforms"]) != len(chain.transforms):
-            raise CheckpointCorruptError(f"transforms: expected {len(chain.transforms)} states, found something else")
-        self._generator_state = _generator_state(self._parts["generator"], table.generator)
-        self.tickets = Tickets(0, config.depth, 0, [])
-        if "prefetch" in state:
-            steps = len(chain.steps)
-            self.tickets = Tickets.from_plain(
-                state["prefetch"], config.depth, steps=steps, rows=capacity, elastic=elastic
-            )
-        self._rows = table.storage.rows_in(meta)
-        self._make_rows_live = table.storage.load_rows(meta, snapshot._storage.chunks())
-
-    def adopt(self) -> None:
-        """Make it live: all of it or, with an error, none."""
-        table = self._table
-        pairs: list[tuple[Any, Any]] = [
-            (table.writer, self._parts["writer"]),
-            (table.sampler, self._parts["sampler"]),
-        ]
-        states = zip(self._chain.transforms, self._chain.states(), self._parts["transforms"], strict=True)
-        pairs += [(transform, saved) for transform, old, saved in states if old is not None]
-        before = [(component, encode(component.state_dict())) for component, _ in pairs]
-        try:
-            for component, saved in pairs:
-                component.load_state_dict(saved)
-            table.changed()
-            there_are = table.storage.capacity if self._rows is None else self._rows
-            if table.writer.size > there_are:
-                raise CheckpointCorruptError(
-                    f"writer: expected a size of at most {there_are}, the rows in storage, found {table.writer.size}"
-                )
-            table.sampler.verify(table.rows)
-            self._make_rows_live()
-        except BaseException:
-            for component, old in before:
-                component.load_state_dict(decode(old))
-            table.changed()
-            raise
-        table.generator.set_state(self._generator_state)
-
-
-def _kinds(table: Table, chain: TransformChain) -> dict[str, Any]:
-    return {
-        "storage": type(table.storage).__name__,
-        "writer": type(table.writer).__name__,
-        "sampler": type(table.sampler).__name__,
-        "transforms": len(chain.transforms),
-        "stateful_transforms": chain.with_state,
-    }
-
-
-def _generator_state(saved: Any, generator: torch.Generator) -> torch.Tensor:
-    device, state = fields(saved, "generator", device=str, state=torch.Tensor)
-    same(device, generator.device.type, "kind of generator")
-    try:
-        torch.Generator(generator.device).set_state(state)
-    except (RuntimeError, TypeError) as error:
-        raise CheckpointCorruptError(f"generator: expected the state of a generator, found {error}") from error
-    return cast("torch.Tensor", state)
-
-
-def _checked(state: Any) -> dict[str, Any]:
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointCorruptError(f"snapshot: expected the format {_FORMAT!r}, found {found!r}")
+        raise CheckpointCorruptError(f"snapshot: expected the format {FORMAT!r}, found {found!r}")
     version = state.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointVersionError(f"snapshot: expected a version from 1 to {VERSION}, found {version!r}")
     return state
+
+
+def parts_of(state: dict[str, Any]) -> list[str]:
+    """The parts of a buffer whose states are there, beside its storage."""
+    return [name for name in state if name not in _RESERVED]
 
 
 def _written(writer: CheckpointWriter, name: str, plain: Any) -> Any:
@@ -349,7 +219,7 @@ def _joined(reader: CheckpointReader, name: str, document: Any) -> Any:
 P = TypeVar("P")
 
 
-def _copied(plain: P) -> P:
+def copied(plain: P) -> P:
     """Plain data in memory of its own; what is shared stays shared."""
     copies: dict[int, torch.Tensor] = {}
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
-from tensordict.utils import is_non_tensor
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
 
-from asyncbuf._plain.registry import Container, register_codec, register_container, register_family
-from asyncbuf.errors import SchemaError
+from asyncbuf._plain.registry import (
+    Codec,
+    Container,
+    add_codec,
+    register_container,
+    register_family,
+    register_leaf,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -16,15 +27,8 @@ if TYPE_CHECKING:
 
 def _flatten(value: TensorDictBase, batched: bool) -> tuple[tuple[Hashable, ...], Sequence[Any], Hashable]:
     keys = tuple(value.keys())
-    children = [value.get(key) for key in keys]
-    for key, child in zip(keys, children, strict=True):
-        if is_tensor_collection(child) and is_non_tensor(child):
-            raise SchemaError(
-                f"expected a tensor at {key!r} of the TensorDict, found {type(child).__name__}: "
-                "only tensors and nested TensorDicts are taken"
-            )
     size = tuple(value.batch_size)
-    return keys, children, size[1:] if batched else size
+    return keys, [value.get(key) for key in keys], size[1:] if batched else size
 
 
 def _unflatten(
@@ -56,8 +60,30 @@ def _decode(plain: dict[str, Any]) -> TensorDict:
     )
 
 
+def _encode_data(value: Any) -> dict[str, Any]:
+    return {"data": value.data, "batch_size": tuple(value.batch_size)}
+
+
+def _decode_data(plain: dict[str, Any]) -> Any:
+    return NonTensorData(plain["data"], batch_size=plain["batch_size"])
+
+
+def _encode_stack(value: Any) -> dict[str, Any]:
+    return {"stack": list(value.tensordicts), "dim": value.stack_dim}
+
+
+def _decode_stack(plain: dict[str, Any]) -> Any:
+    stack: Any = NonTensorStack  # type checkers take it for an abstract class
+    return stack(*plain["stack"], stack_dim=plain["dim"])
+
+
 def register() -> None:
     """Make trees take TensorDicts apart and let them into checkpoints."""
     register_container(TensorDictBase, Container("tensordict", _flatten, _unflatten, keeps_type=False))
     register_family(Container("tensorclass", _flatten, _unflatten_class), is_tensorclass)
-    register_codec(TensorDictBase, _encode, _decode, name="tensordict", subclasses=True)
+    add_codec(TensorDictBase, Codec("tensordict", _encode, _decode, subclasses=True, takes_apart=True))
+    for kind in (NonTensorData, NonTensorStack):
+        register_leaf(kind)
+    # The one is no TensorDict, the other would lose what it holds as one.
+    add_codec(NonTensorData, Codec("tensordict.NonTensorData", _encode_data, _decode_data, takes_apart=True))
+    add_codec(NonTensorStack, Codec("tensordict.NonTensorStack", _encode_stack, _decode_stack, takes_apart=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from asyncbuf._plain.state import fields
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Answer, Counters
+    from asyncbuf.rows import Answer, Counters, Rows
 
 
 class Limiter:
@@ -18,17 +18,29 @@ class Limiter:
     after each write, draw, removal and priority update.
 
     Attributes:
-        counts_draws: whether an answer may change with the counters of draws. If not, it is asked for after writes and
-            removals only.
+        counts_draws: whether the answer of ``may_draw`` may change by draws alone. If not, it is asked for after writes
+            and removals only. A class that defines ``may_draw`` is taken for one, unless it says otherwise.
+        holds_writers: whether ``may_write`` is asked. So it is in a class that defines it, unless it says otherwise.
     """
 
-    counts_draws: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = False
+    holds_writers: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Note which questions the class answers itself."""
+        super().__init_subclass__(**kwargs)
+        for method, declared in (("may_draw", "counts_draws"), ("may_write", "holds_writers")):
+            if method in vars(cls) and declared not in vars(cls):
+                setattr(cls, declared, True)
 
     def may_write(self, counters: Counters, items: int) -> Answer:
-        """Whether so many more items may be written now.
+        """Whether so many more items may be written now, beside those that were admitted and are not written yet.
 
         Returns:
             True, or ``NotYet`` with the reason in words and numbers.
+
+        Raises:
+            ValueError: so many items can never be written by one call; the call raises it instead of waiting for ever.
         """
         return True
 
@@ -62,3 +74,10 @@ class Limiter:
             CheckpointError: it does not fit; nothing has changed.
         """
         fields(state, type(self).__name__)
+
+    def verify(self, rows: Rows) -> None:
+        """Refuse a state that was just loaded and does not go with the rows of the table.
+
+        Raises:
+            CheckpointCorruptError: it does not.
+        """

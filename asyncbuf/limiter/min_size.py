@@ -25,7 +25,7 @@ class MinSize(Limiter):
     counts_draws: ClassVar[bool] = False
 
     def __init__(self, items: int) -> None:
-        self.items = count(items, "min_size", 1)
+        self.items: int = count(items, "min_size", 1)
 
     def may_draw(self, counters: Counters, items: int) -> Answer:
         """True from ``items`` stored items on."""

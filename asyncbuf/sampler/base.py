@@ -24,6 +24,8 @@ _HOOKS = {
     "handed_over",
     "dropped",
     "combine",
+    "state_dict",
+    "load_state_dict",
 }
 
 
@@ -40,11 +42,14 @@ class Sampler(ABC):
         columns: leaf paths of items, such as ``("done",)`` or ``("obs/step",)``, whose values ``check_write`` and
             ``wrote`` get.
         trusted: whether draws are used without a look at their indices. Not inherited: a subclass says so itself.
+        counts_draws: whether the answer of ``may_draw`` may change by draws alone. If not, it is asked for after
+            writes, removals and priority updates only. A subclass that defines ``may_draw`` says so itself.
         hooks: which optional methods the class defines; found out when the class is made.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
     trusted: ClassVar[bool] = False
+    counts_draws: ClassVar[bool] = True
     hooks: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -55,6 +60,8 @@ class Sampler(ABC):
         )
         if "trusted" not in vars(cls):
             cls.trusted = False
+        if "may_draw" in vars(cls) and "counts_draws" not in vars(cls):
+            cls.counts_draws = True
 
     @abstractmethod
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
@@ -75,8 +82,9 @@ class Sampler(ABC):
     def may_draw(self, rows: Rows, batch_size: int) -> Answer:
         """Whether a batch can be drawn now. Consumers wait while it cannot; changes nothing.
 
-        Asked again after each write, removal, priority update and hand-over. After ``finish()``, a consumer that gets
-        ``NotYet`` is told that no more batches will come.
+        Asked before each draw, and with no rows at all, too. While a consumer waits, asked again after each write,
+        removal, priority update and hand-over. After ``finish()``, a consumer that gets ``NotYet`` is told that no more
+        batches will come.
 
         Returns:
             True, or ``NotYet`` with the reason in words and numbers.
@@ -91,6 +99,8 @@ class Sampler(ABC):
 
     def written(self, indices: torch.Tensor, rows: Rows) -> None:
         """The short form of ``wrote``, for a sampler that needs no more than the rows: int64 ``[items]``.
+
+        A sampler that defines both is told by both. To refuse a write, define ``check_write``.
 
         Args:
             indices: the rows that were written, in the order of the items.

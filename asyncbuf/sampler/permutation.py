@@ -10,10 +10,13 @@ with arbitrary finite domains", CT-RSA 2002). Mitchell et al., "Bandwidth-Optima
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _SHORT = 1 << 16
 _ROUNDS = 10
@@ -33,6 +36,7 @@ class Permutation:
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
         self._short: torch.Tensor | None = None
+        self._positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
         if length <= _SHORT:
             # The generator of the CPU looks at the lower 32 bits of a seed only.
             folded = (seed ^ (seed >> 32)) & 0xFFFFFFFF
@@ -64,11 +68,25 @@ class Permutation:
             start += len(part)
         return torch.from_numpy(np.concatenate(parts))
 
+    def positions_of(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where some indices are: int64, the inverse of ``self[positions]``."""
+        if self._short is None:
+            return self._walk(self._inverse, indices.astype(np.uint64))
+        if self._positions is None:
+            self._positions = np.empty(self.length, np.int64)
+            self._positions[self._short.numpy()] = np.arange(self.length)
+        found: np.ndarray[Any, np.dtype[np.int64]] = self._positions[indices]
+        return found
+
     def _at(self, positions: U64) -> np.ndarray[Any, np.dtype[np.int64]]:
-        values = self._bijection(positions)
+        return self._walk(self._bijection, positions)
+
+    def _walk(self, step: Callable[[U64], U64], start: U64) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Go on along the cycle of each value until it is in the range."""
+        values = step(start)
         outside = np.flatnonzero(values >= self.length)
         while outside.size:
-            values[outside] = self._bijection(values[outside])
+            values[outside] = step(values[outside])
             outside = outside[values[outside] >= self.length]
         return values.astype(np.int64)
 
@@ -77,6 +95,13 @@ class Permutation:
         for i in range(0, _ROUNDS, 2):
             high = high ^ (_mixed(low, self._keys[i]) & self._high_mask)
             low = low ^ (_mixed(high, self._keys[i + 1]) & self._low_mask)
+        return (high << self._low) | low
+
+    def _inverse(self, values: U64) -> U64:
+        high, low = values >> self._low, values & self._low_mask
+        for i in reversed(range(0, _ROUNDS, 2)):
+            low = low ^ (_mixed(high, self._keys[i + 1]) & self._low_mask)
+            high = high ^ (_mixed(low, self._keys[i]) & self._high_mask)
         return (high << self._low) | low
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 class RandomSampler(Sampler):
     """Draws each row uniformly from all valid rows, with replacement. Endless: it has no passes."""
 
+    trusted: ClassVar[bool] = True
+
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         """``batch_size`` rows, each uniform over the valid ones."""
         indices = torch.randint(rows.size, (batch_size,), generator=generator, device=generator.device)
-        return Draw(indices if indices.is_cpu else indices.cpu())
+        if not indices.is_cpu:
+            indices = indices.cpu()
+        return Draw(indices if rows.valid is None else rows.at(indices))

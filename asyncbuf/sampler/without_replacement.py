@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields, same
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.rows import NotYet
 from asyncbuf.sampler.base import Sampler
+from asyncbuf.sampler.pass_gaps import PassGaps
 from asyncbuf.sampler.permutation import Permutation
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Rows
+    from asyncbuf.rows import Answer, Rows
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -21,11 +24,16 @@ class SamplerWithoutReplacement(Sampler):
 
     A pass covers the rows that were valid when its first batch was drawn; items that come later join at the next pass.
     Prefetching never begins a pass before a consumer asks for its first batch, so what was written until then is in it.
+    Rows that are removed leave the pass: it ends with the last row that is there, and an item that takes such a row
+    again joins at the next pass.
 
     Args:
         drop_last: leave out the rows at the end of a pass that do not fill a batch.
         shuffle: a new random order for each pass; otherwise rows come in their order.
     """
+
+    trusted: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = False  # a pass can begin as soon as, and as long as, there are rows for a batch
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
         self._drop_last = drop_last
@@ -35,6 +43,13 @@ class SamplerWithoutReplacement(Sampler):
         self._length = 0
         self._seed = 0
         self._order: Permutation | None = None
+        self._gaps: PassGaps | None = None
+
+    def may_draw(self, rows: Rows, batch_size: int) -> Answer:
+        """With ``drop_last``, not before there are rows for a batch."""
+        if not self._drop_last or rows.size >= batch_size:
+            return True
+        return NotYet(f"{rows.size} of the {batch_size} rows of a batch are stored, and drop_last leaves out fewer")
 
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         """The next rows of the pass; the last batch of a pass may be shorter, unless ``drop_last``.
@@ -42,19 +57,33 @@ class SamplerWithoutReplacement(Sampler):
         Raises:
             ValueError: with ``drop_last``, a pass has fewer rows than a batch.
         """
-        left = self._length - self._position
+        gaps = self._gaps
+        left = self._length - self._position if gaps is None else self._left
         if left == 0 or (self._drop_last and left < batch_size):
-            self._begin(rows.size, batch_size, generator)
-        start, stop = self._position, min(self._position + batch_size, self._length)
-        indices = torch.arange(start, stop, device="cpu") if self._order is None else self._order[start:stop]
-        epoch, self._position = self._epoch, stop
-        left = self._length - stop
+            self._begin(rows, batch_size, generator)
+            gaps = self._gaps
+        epoch, start = self._epoch, self._position
+        if gaps is None:
+            stop = min(start + batch_size, self._length)
+            indices = torch.arange(start, stop, device="cpu") if self._order is None else self._order[start:stop]
+        else:
+            found, stop = gaps.take(self._order, start, batch_size)
+            indices = torch.from_numpy(found)
+        self._position = stop
+        left = self._length - stop if gaps is None else self._left
         last = left == 0 or (self._drop_last and left < batch_size)
         if last:
             self._end()
         return Draw(indices, epoch=epoch, last=last)
 
-    def _begin(self, size: int, batch_size: int, generator: torch.Generator) -> None:
+    @property
+    def _left(self) -> int:
+        """How many rows of the pass are still to come."""
+        left = self._length - self._position
+        return left if self._gaps is None else left - self._gaps.ahead
+
+    def _begin(self, rows: Rows, batch_size: int, generator: torch.Generator) -> None:
+        size = rows.size
         if self._drop_last and size < batch_size:
             raise ValueError(
                 f"batch size: expected at most {size}, the rows of a pass, because of drop_last; found {batch_size}"
@@ -66,11 +95,25 @@ class SamplerWithoutReplacement(Sampler):
             seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)
             self._seed = int(seed.item())
             self._order = Permutation(size, self._seed)
+        if rows.valid is not None:
+            members = rows.at(torch.arange(size, device="cpu")).numpy()
+            self._gaps = PassGaps(size, members if self._shuffle else _ascending(members, rows.capacity))
 
     def _end(self) -> None:
         self._epoch += 1
         self._position = self._length = 0
         self._order = None
+        self._gaps = None
+
+    def removed(self, indices: torch.Tensor, rows: Rows) -> None:
+        """Leave out rows that the pass has not come to. If none is left, it ends."""
+        if self._position >= self._length:
+            return
+        if self._gaps is None:
+            self._gaps = PassGaps(self._length, None)
+        self._gaps.remove(indices.numpy(), rows.capacity, self._order, self._position)
+        if not self._left:
+            self._end()
 
     def clear(self) -> None:
         """End the pass where it is; the next one begins with what is written then."""
@@ -78,8 +121,11 @@ class SamplerWithoutReplacement(Sampler):
             self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Number, length, position and seed of the pass: a few numbers, however long the pass is."""
-        return {
+        """Number, length, position and seed of the pass: a few numbers, however long the pass is.
+
+        Of a pass that lost rows, or that began when some were missing, its rows and those that are gone as well.
+        """
+        state = {
             "drop_last": self._drop_last,
             "shuffle": self._shuffle,
             "epoch": self._epoch,
@@ -87,25 +133,38 @@ class SamplerWithoutReplacement(Sampler):
             "length": self._length,
             "seed": self._seed,
         }
+        return state if self._gaps is None else {**state, **self._gaps.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on within the pass that was saved."""
         name = type(self).__name__
+        gaps: dict[str, Any] = {key: state[key] for key in ("rows", "gone") if isinstance(state, dict) and key in state}
+        plain = {key: value for key, value in state.items() if key not in gaps} if gaps else state
         kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=int)
-        drop_last, shuffle, epoch, position, length, seed = fields(state, name, **kinds)
+        drop_last, shuffle, epoch, position, length, seed = fields(plain, name, **kinds)
         same(drop_last, self._drop_last, f"{name}: drop_last")
         same(shuffle, self._shuffle, f"{name}: shuffle")
+        if length >= 2**48:
+            raise CheckpointCorruptError(f"{name}: expected the length of a pass, found one beyond every storage")
         if position > length or seed >= 2**63:
             raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position} (seed {seed})")
+        found = PassGaps.of(name, length, gaps)
         self._order = Permutation(length, seed) if shuffle and position < length else None
         self._epoch, self._position, self._length, self._seed = epoch, position, length, seed
+        self._gaps = found
 
     def verify(self, rows: Rows) -> None:
-        """Refuse a pass over more rows than there are."""
-        if self._length > rows.size:
+        """Refuse a pass over more rows than there are, or over rows that are not valid."""
+        name = type(self).__name__
+        is_dense = self._gaps is None and rows.valid is None
+        most = rows.size if is_dense else rows.capacity
+        if self._length > most:
             raise CheckpointCorruptError(
-                f"{type(self).__name__}: expected a pass of at most {rows.size} rows, found a length of {self._length}"
+                f"{name}: expected a pass of at most {most} rows, found a length of {self._length}"
             )
+        if not is_dense and self._position < self._length:
+            gaps = PassGaps(self._length, None) if self._gaps is None else self._gaps
+            gaps.verify(name, rows, self._order, self._position)
 
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse a batch size that no pass can fill."""
@@ -121,9 +180,16 @@ class SamplerWithoutReplacement(Sampler):
 
     def leaves_out(self, batch_size: int) -> bool:
         """With ``drop_last``: whether some rows are left, but fewer than a batch."""
-        return self._drop_last and 0 < self._length - self._position < batch_size
+        return self._drop_last and 0 < self._left < batch_size
 
     @property
     def between_epochs(self) -> bool:
         """Whether the next draw begins a pass."""
         return self._position >= self._length
+
+
+def _ascending(rows: np.ndarray[Any, np.dtype[np.int64]], capacity: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Different rows in their order."""
+    is_there = np.zeros(capacity, np.bool_)
+    is_there[rows] = True
+    return np.flatnonzero(is_there)

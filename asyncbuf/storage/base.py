@@ -40,7 +40,14 @@ class Prepared:
 
 
 class Runs(enum.Enum):
-    """Where a storage gathers rows."""
+    """Where a storage gathers rows.
+
+    Attributes:
+        ANYWHERE: on the event loop or in a thread, whichever is faster.
+        LOOP: on the event loop, whatever the size, for a storage whose objects belong to one thread.
+        THREAD: in a thread, whatever the size, for a storage that may block.
+        AWAIT: asynchronously; ``begin_gather`` returns an awaitable, and ``gather`` is not called.
+    """
 
     ANYWHERE = "on the event loop or in a thread, whichever is faster"
     LOOP = "on the event loop"
@@ -63,12 +70,13 @@ class GatherJobs(NamedTuple):
 class Storage(ABC):
     """Where items live. Knows rows and nothing of the order in which they are written or read.
 
-    The buffer calls every method on its event loop, except ``write`` and ``gather``, which it moves to a thread when
-    ``Prepared.nbytes`` or ``gather_nbytes`` say that they are large (with ``begin_gather``, in place of ``gather``).
-    It never calls ``write`` beside anything else.
+    The buffer calls the methods on its event loop, with these exceptions: it calls ``write`` in a thread when
+    ``Prepared.nbytes`` says that much is copied, it gathers where ``runs`` says, and it calls ``load_rows`` and
+    ``Frozen.chunks`` in a thread. Gathers may run beside each other. ``write`` never runs beside a gather or another
+    ``write``.
 
     Attributes:
-        runs: where rows are gathered.
+        runs: where rows are gathered. A class attribute.
 
     Args:
         capacity: number of rows.
@@ -124,18 +132,28 @@ class Storage(ABC):
         """
 
     def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
-        """Begin to collect the rows of a draw. Called on the event loop; nothing is written until it has ended.
+        """Begin to collect the rows of a draw. Nothing is written until it has ended.
+
+        The buffer calls this on its event loop, for every gather that it does not do there by ``gather``. This one
+        gathers at once or lets one thread do it, as ``runs`` says. A storage that can do better should: several jobs
+        share the work of a large gather, and an awaitable lets one wait for another machine.
 
         Args:
             draw: its ``indices`` are as in ``gather``; ``lengths`` may tell of ragged groups.
-            inline: whether the buffer would rather have it done at once, on the event loop. A storage that ``runs``
-                somewhere else than ``ANYWHERE`` does it there.
+            inline: whether the buffer would rather have it done at once, on the event loop. Binds a storage that runs
+                ``ANYWHERE``; another one does it where it runs.
             parts: how many threads may share the work, from 1.
 
         Returns:
-            What ``gather`` returns; or ``GatherJobs`` for threads; or an awaitable of what ``gather`` returns.
+            What ``gather`` returns; or ``GatherJobs`` for threads; or an awaitable of what ``gather`` returns, which is
+            awaited once, in a task of its own.
+
+        Raises:
+            TypeError: a storage that runs ``AWAIT`` has no ``begin_gather`` of its own.
         """
-        if inline:
+        if self.runs is Runs.AWAIT:
+            raise TypeError(f"{type(self).__name__} runs AWAIT: expected a begin_gather of its own, found none")
+        if self.runs is Runs.LOOP or (inline and self.runs is Runs.ANYWHERE):
             return self.gather(draw.indices)
         found: list[Any] = []
         return GatherJobs([lambda: found.append(self.gather(draw.indices))], lambda: found[0])
@@ -157,6 +175,12 @@ class Storage(ABC):
 
     def expect(self, batches: int) -> None:
         """Be told how many batches will be in use at once, for a storage that keeps memory for them."""
+
+    def will_collate(self) -> None:
+        """Be told that batches will be made by ``collate``, since there is no ``collate_fn``.
+
+        A storage may refuse items from then on of which ``collate`` could not make a batch.
+        """
 
     def collate(self, gathered: Any) -> Any:
         """Turn what ``gather`` returned into batched tensors, where no ``collate_fn`` was given."""
@@ -211,6 +235,9 @@ class Storage(ABC):
     def rows_in(self, meta: Any) -> int | None:
         """How many rows are in what ``freeze`` gave out; None if that cannot be told."""
         return None
+
+    def release(self, rows: torch.Tensor) -> None:
+        """Rows were removed, int64 ``[rows]``: what is in them is not gathered again, and may be let go."""
 
     @abstractmethod
     def clear(self) -> None:

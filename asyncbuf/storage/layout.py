@@ -1,14 +1,14 @@
 """How rows lie in memory.
 
-What a batch costs is the number of gathers, so the small fields of a row are packed side by side into one padded
-record: one gather brings them all, and the fields of a batch are typed views into what it brought. A field of several
-kilobytes gains nothing from that and has a column of its own. Both are numpy arrays of records, whose fields numpy
-finds by name.
+A gather costs the more the more places in memory it reads, so the small fields of a row are packed side by side into
+one padded record: one gather brings them all. A large field gains nothing from that and has a column of its own. Both
+are numpy arrays of records, whose fields numpy finds by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from asyncbuf.storage.leaf import Field
 
+# Up to how many bytes a field is packed. Fields that are copied out of the gathered records gain less: beyond this size
+# the second copy costs more than the second place in memory.
 PACKED_FIELD_BYTES = 2048
+PACKED_DENSE_BYTES = 512
 # So that a capacity beyond today's memory may be asked for before it is filled. Python names the flag from 3.13 on.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # Memory that is filled in pages of 2 MB, where there are such, is filled several times as fast. As large as for numpy's
@@ -42,6 +45,22 @@ class Place(NamedTuple):
     name: str
 
 
+class Group(NamedTuple):
+    """Fields of a packed record that lie one after the other and have the same size, so that one call copies them all.
+
+    Attributes:
+        block: number of the block.
+        offset: bytes from the start of the record to the first field.
+        nbytes: bytes of each field, at least 1.
+        members: numbers of the fields, in order.
+    """
+
+    block: int
+    offset: int
+    nbytes: int
+    members: tuple[int, ...]
+
+
 class Layout(NamedTuple):
     """The blocks of a row, and where each field lies.
 
@@ -49,11 +68,13 @@ class Layout(NamedTuple):
         records: what one row of each block consists of.
         opaque: the same without fields. Numpy copies such rows sooner, because it has less to compare.
         places: one per field.
+        groups: the fields that share a record, without those of no bytes.
     """
 
     records: tuple[np.dtype[np.void], ...]
     opaque: tuple[np.dtype[np.void], ...]
     places: tuple[Place, ...]
+    groups: tuple[Group, ...]
 
     @property
     def nbytes(self) -> int:
@@ -61,12 +82,12 @@ class Layout(NamedTuple):
         return sum(record.itemsize for record in self.records)
 
 
-def plan(fields: Sequence[Field]) -> Layout:
-    """Pack fields of at most ``PACKED_FIELD_BYTES`` into block 0, widest elements first; others get their own block."""
-    small = [i for i, field in enumerate(fields) if field.nbytes <= PACKED_FIELD_BYTES]
+def plan(fields: Sequence[Field], most: int = PACKED_FIELD_BYTES) -> Layout:
+    """Pack fields of at most ``most`` bytes into block 0; each of the others gets a block of its own."""
+    small = [i for i, field in enumerate(fields) if field.nbytes <= most]
     large = [i for i in range(len(fields)) if i not in small]
     # Widest elements first: every field is then aligned to its element without a gap before it.
-    small.sort(key=lambda i: -fields[i].bits.itemsize)
+    small.sort(key=lambda i: (-fields[i].bits.itemsize, -fields[i].nbytes))
     blocks = ([small] if small else []) + [[i] for i in large]
     places = {i: Place(block, f"f{i}") for block, members in enumerate(blocks) for i in members}
     records = tuple(_record([(f"f{i}", fields[i]) for i in members]) for members in blocks)
@@ -74,7 +95,18 @@ def plan(fields: Sequence[Field]) -> Layout:
         records,
         tuple(np.dtype((np.void, record.itemsize)) if record.itemsize else record for record in records),
         tuple(places[i] for i in range(len(fields))),
+        tuple(_groups(fields, small)) if len(small) > 1 else (),
     )
+
+
+def _groups(fields: Sequence[Field], packed: Sequence[int]) -> Iterator[Group]:
+    """Neighbours of the same size in block 0, which they fill without gaps."""
+    offset = 0
+    for nbytes, group in itertools.groupby(packed, key=lambda i: fields[i].nbytes):
+        members = tuple(group)
+        if nbytes:
+            yield Group(0, offset, nbytes, members)
+        offset += nbytes * len(members)
 
 
 def _record(members: Sequence[tuple[str, Field]]) -> np.dtype[np.void]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from asyncbuf.errors import SchemaError
+from asyncbuf.storage import misfits
 
 # Copies go through numpy, whose row assignment and `take` are several times cheaper than torch's for small rows. Dtypes
 # that numpy lacks travel as unsigned integers of the same size: only bits are moved, nothing is computed.
@@ -144,7 +145,13 @@ def fit(field: Field, bits: np.ndarray[Any, Any], dtype: torch.dtype, guessed: b
         return bits
     if guessed and dtype is not torch.bool and field.dtype is not torch.bool and torch.can_cast(dtype, field.dtype):
         return _number(field, bits.item())
-    raise SchemaError(f"{field.path}: expected dtype {field.dtype}, found {dtype}")
+    raise SchemaError(f"{field.path}: expected dtype {field.dtype}, found {dtype}{_hint(field, bits, guessed)}")
+
+
+def _hint(field: Field, bits: np.ndarray[Any, Any], guessed: bool) -> str:
+    if guessed:
+        return misfits.of_number(field.dtype, bits.item())
+    return misfits.of_dtype(field.dtype, None if field.is_carried else field.bits.name)
 
 
 def _in_range(value: complex, most: float) -> bool:
@@ -158,7 +165,7 @@ def _number(field: Field, value: complex) -> np.ndarray[Any, Any]:
         number = torch.tensor(value, dtype=field.dtype, device="cpu")
         fits = number.item() == value if exact else _in_range(value, torch.finfo(field.dtype).max)
     except (RuntimeError, OverflowError, ValueError):
-        fits = False
-    if not fits:
+        number, fits = None, False
+    if number is None or not fits:
         raise SchemaError(f"{field.path}: expected a number that fits {field.dtype}, found {value}")
     return _tensor_bits(number, field.path)

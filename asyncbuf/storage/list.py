@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from asyncbuf._plain import tree
-from asyncbuf._plain.codec import cloned, decode, encode, join, split
+from asyncbuf._plain.codec import decode, encode, join, split
+from asyncbuf._plain.savable import MisfitError, check_savable
+from asyncbuf._runtime.own_memory import packed_memory
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage.base import Prepared, Storage
+from asyncbuf.storage.columns import of_items
+from asyncbuf.storage.frozen import Chunk, ChunkVersions, tensors_of
+from asyncbuf.storage.stacking import check_stackable, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +35,10 @@ class ListStorage(Storage):
     Without a ``collate_fn``, items are stacked leaf by leaf: tensors, arrays and numbers along a new first axis,
     strings into a list (as ``torch.utils.data.default_collate`` does), in the containers of the items.
 
+    An item is refused if it holds what can never be saved: object arrays, tensors without dense data, arrays with a
+    mask; and without a ``collate_fn`` what can never be stacked. An object of a class of your own is taken, and saved
+    once its class is registered with ``register_type`` or ``register_codec``.
+
     Args:
         capacity: number of rows.
 
@@ -42,6 +50,8 @@ class ListStorage(Storage):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._items: list[Any] = []
+        self._stacks = False
+        self._versions = ChunkVersions(_CHUNK_ITEMS)
 
     def prepare(self, items: Any) -> Prepared:
         """Check that the items are a sequence of items (list, tuple, tensor or array) with at least one in it."""
@@ -54,21 +64,52 @@ class ListStorage(Storage):
         payload = list(items)
         if not payload:
             raise SchemaError("expected at least one item, found none")
+        number = 0
+        try:
+            for item in payload:
+                self._check(item)
+                number += 1
+        except MisfitError as error:
+            raise SchemaError(error.told(f"item {number}")) from error
         return Prepared(len(payload), 0, payload)
 
     def prepare_one(self, item: Any) -> Prepared:
-        """Take one item of any kind."""
+        """Check that one item holds nothing that could never be saved or sampled."""
+        try:
+            self._check(item)
+        except MisfitError as error:
+            raise SchemaError(error.told()) from error
         return Prepared(1, 0, [item])
+
+    def _check(self, item: Any) -> None:
+        check_savable(item)
+        if self._stacks:
+            check_stackable(item)
 
     def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         """Keep the items; the list grows up to the capacity."""
         for run in runs:
+            self._versions.wrote(run.row, run.row + run.count)
             self._items.extend([None] * (run.row - len(self._items)))
             self._items[run.row : run.row + run.count] = prepared.payload[run.item : run.item + run.count]
+
+    def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Leaves of items: arrays ``[items, *leaf]`` by path."""
+        return of_items(prepared.payload, paths)
+
+    def release(self, rows: torch.Tensor) -> None:
+        """Let removed items go."""
+        for row in rows.tolist():
+            self._items[row] = None
+            self._versions.wrote(row, row + 1)
 
     def gather(self, indices: torch.Tensor) -> list[Any]:
         """The items themselves, in a list."""
         return [self._items[row] for row in indices.tolist()]
+
+    def will_collate(self) -> None:
+        """From now on, refuse items of which no batch can be made by ``collate``."""
+        self._stacks = True
 
     def collate(self, gathered: Any) -> Any:
         """Stack items leaf by leaf.
@@ -76,16 +117,7 @@ class ListStorage(Storage):
         Raises:
             SchemaError: the items differ in structure.
         """
-        leaves, spec = tree.flatten(gathered[0], batched=False)
-        columns = [leaves]
-        columns.extend(tree.flatten_like(spec, item, batched=False) for item in gathered[1:])
-        stacked = []
-        for path, column in zip(spec.paths(), zip(*columns, strict=True), strict=True):
-            try:
-                stacked.append(default_collate(list(column)))
-            except (RuntimeError, TypeError, ValueError) as error:
-                raise SchemaError(f"{path}: expected items that can be stacked, or a collate_fn: {error}") from error
-        return tree.unflatten(spec, stacked, batch=len(gathered))
+        return stacked(gathered)
 
     @property
     def needs_collate(self) -> bool:
@@ -99,7 +131,7 @@ class ListStorage(Storage):
     def state_dict(self) -> dict[str, Any]:
         """``chunks`` hold items from row 0 on: their structure as JSON in ``structure``, and their tensors."""
         frozen = self.freeze()
-        return {"meta": frozen.meta, "chunks": list(frozen.chunks())}
+        return {"meta": frozen.meta, "chunks": list(tensors_of(frozen))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents."""
@@ -107,7 +139,7 @@ class ListStorage(Storage):
 
     def freeze(self) -> Frozen:
         """Keeps references to the items as they are; an item must not be changed once it was handed in."""
-        return _FrozenItems(list(self._items))
+        return _FrozenItems(list(self._items), self._versions.freeze(len(self._items)))
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build the items beside the live ones."""
@@ -123,6 +155,7 @@ class ListStorage(Storage):
 
         def commit() -> None:
             self._items = items
+            self._versions.renew()
 
         return commit
 
@@ -131,36 +164,39 @@ class ListStorage(Storage):
         return meta["items"] if isinstance(meta, dict) and type(meta.get("items")) is int else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the items without the history of their tensors, which cannot be pickled."""
-        return {**vars(self), "_items": [tree.map_leaves(_without_history, item) for item in self._items]}
+        """Pickle the items in about their own bytes, without the history of their tensors."""
+        return {**vars(self), "_items": packed_memory(self._items)}
+
+    def __copy__(self) -> ListStorage:
+        """Another storage of the same items."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), _items=list(self._items), _versions=ChunkVersions(_CHUNK_ITEMS))
+        return copy
 
     def clear(self) -> None:
         """Forget every item."""
         self._items.clear()
-
-
-def _without_history(leaf: Any) -> Any:
-    return cloned(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_leaf else leaf
+        self._versions.renew()
 
 
 class _FrozenItems:
     """References to the items that were there."""
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any], identities: list[str]) -> None:
         self._items = items
+        self._identities = identities
         self.meta = {"items": len(items)}
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+    def chunks(self) -> Iterator[Chunk]:
         """Items, a thousand at a time."""
-        for start in range(0, len(self._items), _CHUNK_ITEMS):
-            part = self._items[start : start + _CHUNK_ITEMS]
-            plain = [encode(item, f"item {start + i}") for i, item in enumerate(part)]
-            document, tensors = split(plain)
-            text = json.dumps(document, allow_nan=False).encode()
-            yield {
-                _STRUCTURE: torch.frombuffer(bytearray(text), dtype=torch.uint8),
-                **tensors,
-            }
+        for number, identity in enumerate(self._identities):
+            yield Chunk(identity, functools.partial(self._tensors, number * _CHUNK_ITEMS))
+
+    def _tensors(self, start: int) -> dict[str, torch.Tensor]:
+        part = self._items[start : start + _CHUNK_ITEMS]
+        document, tensors = split([encode(item, f"item {start + i}") for i, item in enumerate(part)])
+        text = json.dumps(document, allow_nan=False).encode()
+        return {_STRUCTURE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
 
 
 def _items_of(chunk: dict[str, torch.Tensor]) -> list[Any]:

@@ -11,8 +11,10 @@ import torch
 
 from asyncbuf._plain import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
-from asyncbuf.storage.base import GatherJobs, Prepared, Storage
-from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows
+from asyncbuf.storage import misfits
+from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
+from asyncbuf.storage.columns import of_fields
+from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
 from asyncbuf.storage.leaf import Field, as_bits, fit
 from asyncbuf.storage.row_memory import FrozenRows, RowMemory, fill, parsed
 
@@ -31,8 +33,7 @@ class TensorStorage(Storage):
     """Rows of tensors, numpy arrays or numbers in main memory.
 
     The structure of an item (keys, shapes, dtypes) is taken from the first items written; later items must have the
-    same. Memory becomes real only as rows fill, so ``capacity`` may be chosen freely. Small fields of a row lie
-    side by side: the tensors of a batch may be strided along the batch axis (``.contiguous()`` gives a dense one).
+    same. Memory becomes real only as rows fill, so ``capacity`` may be chosen freely.
 
     The memory of a batch is used again for a later one, once nobody can see it any more: no tensor of the batch is
     left, no view or slice of one, no numpy array over one, and no graph that needs one for its backward pass. Who keeps
@@ -40,14 +41,16 @@ class TensorStorage(Storage):
 
     Args:
         capacity: number of rows.
-        contiguous: whether the tensors of a batch are dense, at the price of one more copy of small fields.
+        contiguous: whether each tensor of a batch is dense and alone in its memory. Without, small fields of a batch
+            are windows into one block, strided along the batch axis: large batches are gathered in two thirds of the
+            time, but whatever saves, pickles or keeps one tensor then saves, pickles or keeps the whole block.
 
     Raises:
         TypeError: the capacity is not an int.
         ValueError: the capacity is not positive.
     """
 
-    def __init__(self, capacity: int, *, contiguous: bool = False) -> None:
+    def __init__(self, capacity: int, *, contiguous: bool = True) -> None:
         super().__init__(capacity)
         self._contiguous = contiguous
         self._expected = 0
@@ -72,10 +75,11 @@ class TensorStorage(Storage):
             shape = getattr(leaf, "shape", None)
             if not shape:
                 what = type(leaf).__name__ if shape is None else f"{type(leaf).__name__} without axes"
-                raise SchemaError(f"{path}: expected a leading axis of items, found a {what}")
+                raise SchemaError(f"{path}: expected a leading axis of items, found a {what}{misfits.ONE_ITEM}")
             if count not in (-1, shape[0]):
+                hint = misfits.ONE_ITEM if known is None else _shape_hint(known, leaves, batched=True)
                 raise SchemaError(
-                    f"{path}: expected {count} items along the leading axis, as in {paths[0]}, found {shape[0]}"
+                    f"{path}: expected {count} items along the leading axis, as in {paths[0]}, found {shape[0]}{hint}"
                 )
             count = shape[0]
         if count == 0:
@@ -105,12 +109,18 @@ class TensorStorage(Storage):
                 frozen.before_write(runs)
         for run in runs:
             start, end = run.row, run.row + run.count
+            rows.versions.wrote(start, end)
             whole = run.count == prepared.count
             for column, array in zip(rows.columns, arrays):  # noqa: B905 (as many; looking takes time)
                 # The array of a single item may lack the leading axis.
                 column[start:end] = array if whole else array[run.item : run.item + run.count]
             if end > self._filled:
                 self._filled = end
+
+    def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Leaves of prepared items: arrays ``[items, *item]`` by path, perhaps over the memory that was handed in."""
+        arrays, _, fields = prepared.payload
+        return of_fields(fields, arrays, prepared.count, paths)
 
     def expect(self, batches: int) -> None:
         """Keep the memory of so many batches to use it again."""
@@ -125,8 +135,12 @@ class TensorStorage(Storage):
         return self._rows.gather(indices.numpy())
 
     def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
-        """Let several threads copy into the memory of one batch. A ``gather`` of a subclass is not passed over."""
-        if inline or parts == 1 or self._rows is None or type(self).gather is not TensorStorage.gather:
+        """Let several threads copy into the memory of one batch, each a run of its rows.
+
+        A subclass with a ``gather`` or ``runs`` of its own has the rows gathered by that.
+        """
+        is_own = type(self).gather is TensorStorage.gather and self.runs is Runs.ANYWHERE
+        if inline or parts == 1 or self._rows is None or not is_own:
             return super().begin_gather(draw, inline=inline, parts=parts)
         return GatherJobs(*self._rows.gather_in_parts(draw.indices.numpy(), parts))
 
@@ -137,11 +151,13 @@ class TensorStorage(Storage):
     def clear(self) -> None:
         """Forget every item; the structure and the memory stay."""
         self._filled = 0
+        if self._rows is not None:
+            self._rows.versions.renew()
 
     def state_dict(self) -> dict[str, Any]:
         """``meta`` describes the fields, ``chunks`` hold rows from row 0 on: ``{field: [rows, *item]}``."""
         frozen = self.freeze()
-        return {"meta": frozen.meta, "chunks": list(frozen.chunks())}
+        return {"meta": frozen.meta, "chunks": list(tensors_of(frozen))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents."""
@@ -151,7 +167,7 @@ class TensorStorage(Storage):
         """Takes no time: rows are kept as they are from now on, one segment at a time, when they are overwritten."""
         if self._rows is None:
             return InMemoryRows(None)
-        kept = CopyOnWrite(self._rows.blocks, self._filled)
+        kept = CopyOnWrite(self._rows.blocks, self._filled, self._rows.segment_rows)
         self._frozen.append(weakref.ref(kept, self._frozen.remove))
         return FrozenRows(self._rows, kept, self._filled)
 
@@ -216,7 +232,7 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
     if keys is None or type(items) is not dict or len(items) != len(keys):
         return None
     arrays: list[np.ndarray[Any, Any]] = []
-    lead: tuple[int, ...] | None = None if batched else ()
+    lead: Any = None if batched else ()  # the shape ahead of that of an item
     for key, (dtype, shape) in zip(keys, known.plain):  # noqa: B905 (as many; looking takes a third of the loop)
         leaf: Any = items.get(key)
         if type(leaf) is not np.ndarray:
@@ -257,13 +273,15 @@ def _as_item(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _taken_apart(known: RowMemory | None, items: Any, *, batched: bool) -> tuple[tree.Spec, list[Any]]:
+    is_list = type(items) is list and any(isinstance(item, Mapping) for item in items)
+    if is_list and (batched if known is None else known.spec.kind != "list"):
+        what = "a tree whose leaves have a leading axis of items" if batched else "one item"
+        raise SchemaError(
+            f"expected {what}, found a list of {len(items)} items: stack them for extend(), add() them one by one, or "
+            "use a ListStorage (a tuple of dicts is taken as a tree)"
+        )
     if known is not None:
         return known.spec, tree.flatten_like(known.spec, items, batched=batched)
-    if batched and type(items) is list and any(isinstance(item, Mapping) for item in items):
-        raise SchemaError(
-            f"expected a tree whose leaves have a leading axis of items, found a list of {len(items)} items: stack "
-            "them, add() them one by one, or use a ListStorage (a tuple of dicts is taken as a tree)"
-        )
     leaves, spec = tree.flatten(items, batched=batched)
     if not leaves:
         raise SchemaError(f"expected items with at least one leaf, found {spec}")
@@ -285,9 +303,14 @@ def _checked(
         if array.shape[1:] != field.shape:
             raise SchemaError(
                 f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
+                f"{_shape_hint(known, leaves, batched=shaped is _as_batch)}"
             )
         arrays.append(array)
     return Prepared(count, count * known.row_nbytes, (arrays, spec, known.fields), basis=known)
+
+
+def _shape_hint(known: RowMemory, leaves: Sequence[Any], *, batched: bool) -> str:
+    return misfits.of_shapes([field.shape for field in known.fields], leaves, batched=batched)
 
 
 def _first(

@@ -8,22 +8,35 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
-    from asyncbuf.rows import Int64Array, Placement
+    from asyncbuf.rows import Int64Array, Placement, Rows
 
 
 class Writer(ABC):
     """Decides which rows the next items take. Methods are called on the event loop, in the order of the writes.
 
+    Which rows are valid is known to the table: those that were written, until they are removed. A writer may place
+    items in any rows.
+
     Attributes:
-        computes_numbers: whether ``numbers`` can tell the item numbers of rows; if not, the table stores them.
+        computes_numbers: whether ``numbers`` can tell the item numbers of rows; if not, the table stores them. Not
+            inherited: a subclass says so itself.
+        trusted: whether placements are used without a look at their rows. Not inherited, either.
     """
 
     computes_numbers: ClassVar[bool] = False
+    trusted: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may place items otherwise: what its base declares does not hold for it."""
+        super().__init_subclass__(**kwargs)
+        for name in ("computes_numbers", "trusted"):
+            if name not in vars(cls):
+                setattr(cls, name, False)
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Number of valid rows: rows 0 to ``size - 1``."""
+        """Number of rows that hold items: rows 0 to ``size - 1``, unless rows were removed."""
 
     @property
     @abstractmethod
@@ -32,11 +45,11 @@ class Writer(ABC):
 
     @abstractmethod
     def place(self, count: int, capacity: int) -> Placement:
-        """Choose rows for ``count`` items. Changes nothing: the write may still fail."""
+        """Choose rows for ``count`` items, no row twice. Changes nothing: the write may still fail."""
 
     @abstractmethod
     def commit(self, placement: Placement, capacity: int) -> None:
-        """The items of a placement are in the storage now."""
+        """The items of a placement are in the storage now: ``write_count`` grows by ``placement.offered``."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -50,6 +63,13 @@ class Writer(ABC):
             CheckpointError: it does not fit; nothing has changed.
         """
 
+    def verify(self, rows: Rows) -> None:
+        """Refuse a state that was just loaded and does not go with the rows of the table.
+
+        Raises:
+            CheckpointCorruptError: the next items would go where they must not.
+        """
+
     @abstractmethod
     def clear(self) -> None:
         """Every row is invalid now; ``write_count`` goes on."""
@@ -59,4 +79,4 @@ class Writer(ABC):
         raise TypeError(f"{type(self).__name__}: expected numbers(), because it says computes_numbers; found none")
 
     def removed(self, rows: torch.Tensor, capacity: int) -> None:
-        """Rows have left the table: int64 ``[rows]``. A writer that can takes them again for the next items."""
+        """Valid rows have left the table: int64 ``[rows]``. A writer that can takes them again for the next items."""

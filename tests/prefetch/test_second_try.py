@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncbuf import ListStorage, PrefetchError, ReplayBuffer, Snapshot, TensorStorage
+from asyncbuf import Batch, ListStorage, PrefetchError, ReplayBuffer, Snapshot, TensorStorage
 from asyncbuf._prefetch.transforms import Partial, TransformChain
 from asyncbuf._runtime.threads import Threads
-from tests.helpers import Crew, Latch, seeded, turns, within
+from tests.helpers import Crew, Latch, jitter, seeded, turns, within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Hashable
@@ -90,7 +89,7 @@ def transforms(choice: random.Random, fault: Callable[[], None]) -> list[Callabl
         fault()
         data["array"] = data.get("array", np.zeros(3))
         data["array"] += 1
-        time.sleep(0.0005)
+        jitter()
         return data
 
     def containers(data: Any) -> Any:
@@ -111,7 +110,7 @@ def transforms(choice: random.Random, fault: Callable[[], None]) -> list[Callabl
 
     async def much_later(data: Any) -> Any:
         data["x"].add_(5)
-        await asyncio.sleep(0.002)
+        await turns(3)
         data["x"].mul_(2)
         return dict(reversed(data.items()))
 
@@ -224,7 +223,7 @@ class Disturber:
         task = asyncio.create_task(self.buffer.sample())
         await turns(self.random.randint(0, 8))
         task.cancel()
-        [found] = await asyncio.gather(task, return_exceptions=True)
+        found: Batch | BaseException = (await asyncio.gather(task, return_exceptions=True))[0]
         if not isinstance(found, BaseException):
             self.take(found)
 

@@ -1,0 +1,173 @@
+"""Writers that a limiter holds back. They wait before the history, where they hold up neither draws nor snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncbuf._table.table import Table
+
+
+class Grant:
+    """Leave to write some items, which counts until they are written or given back."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+
+class _Writer:
+    """A call that waits.
+
+    Attributes:
+        items: how many it wants to write.
+        wake: resolved when it was admitted, or will not be.
+        grant: what it was admitted with.
+        error: why it will not be. Kept here and not in the future: an error that is raised out of a future holds the
+            frames that hold the future.
+    """
+
+    __slots__ = ("error", "grant", "items", "wake")
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+        self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.grant: Grant | None = None
+        self.error: BaseException | None = None
+
+    def admit(self, grant: Grant) -> None:
+        """It may write."""
+        self.grant = grant
+        self.wake.set_result(None)
+
+    def refuse(self, error: BaseException) -> None:
+        """It will not be admitted."""
+        self.error = error
+        if not self.wake.done():
+            self.wake.set_result(None)
+
+
+class Admission:
+    """First come, first served: a small write does not overtake a large one that waits.
+
+    Items that were admitted count until they are written, so that nobody is admitted in their place.
+
+    Args:
+        table: whose limiter decides.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._limits = table.limits
+        # Ordered, so that taking the first and taking out any takes the same time however many there are.
+        self._waiting: OrderedDict[_Writer, None] = OrderedDict()
+        self._grants: set[Grant] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Number of writers that are held back."""
+        return len(self._waiting)
+
+    async def admit(self, items: int) -> Grant:
+        """Wait until so many items may be written. The caller then writes them, or gives them back.
+
+        A cancelled call was not admitted.
+
+        Raises:
+            Exception: the limiter says that they never can be written, or the buffer takes no more.
+        """
+        # Asked even if others wait: what can never be written is refused at once.
+        if self._may_write(items) and not self._waiting:
+            return self._granted(items)
+        writer = _Writer(items)
+        self._waiting[writer] = None
+        try:
+            await writer.wake
+        except BaseException:
+            self._leave(writer)
+            raise
+        if writer.grant is not None:
+            return writer.grant
+        assert writer.error is not None
+        error, writer.error = writer.error, None
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame, which must not hold it in turn
+
+    def _may_write(self, items: int) -> bool:
+        return bool(self._limits.may_write(self._table.rows, items))
+
+    def _granted(self, items: int) -> Grant:
+        grant = Grant(items)
+        self._grants.add(grant)
+        self._limits.admitted += items
+        return grant
+
+    def _leave(self, writer: _Writer) -> None:
+        """A call was cancelled, perhaps in the very step in which it was admitted."""
+        if writer in self._waiting:
+            del self._waiting[writer]
+            self.changed()  # the one behind it may want less
+        elif writer.grant is not None:
+            self.give_back(writer.grant)
+
+    def give_back(self, grant: Grant) -> None:
+        """End a grant whose items were not written; does nothing if it has ended."""
+        if self.end(grant):
+            self.changed()
+
+    def end(self, grant: Grant) -> bool:
+        """End a grant, whose items are in the table now; whether it had not ended before."""
+        if grant not in self._grants:
+            return False
+        self._grants.remove(grant)
+        self._limits.admitted -= grant.items
+        return True
+
+    def changed(self) -> None:
+        """The table has changed: those that wait may be admitted now, in their order."""
+        while self._waiting:
+            writer = next(iter(self._waiting))
+            if writer.wake.done():
+                del self._waiting[writer]  # cancelled: it has not been told yet
+                continue
+            try:
+                if not self._may_write(writer.items):
+                    return
+            except BaseException as error:
+                del self._waiting[writer]
+                writer.refuse(detached(as_failure(error)))
+                if not isinstance(error, FAILURES):
+                    raise
+            else:
+                del self._waiting[writer]
+                writer.admit(self._granted(writer.items))
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """Tell everybody that waits that it will not be admitted."""
+        waiting, self._waiting = self._waiting, OrderedDict()
+        for writer in waiting:
+            writer.refuse(error())
+
+    def forget(self) -> None:
+        """The event loop of those that waited or wrote was closed: none of them goes on."""
+        self._waiting.clear()
+        self._grants.clear()
+        self._limits.admitted = 0
+
+    def blocked(self) -> list[str]:
+        """In words, what the first of those that wait lacks."""
+        if not self._waiting:
+            return []
+        first = next(iter(self._waiting))
+        answer = self._limits.may_write(self._table.rows, first.items)
+        reason = "its turn has come" if answer is True else answer.reason
+        return [f"{len(self._waiting)} writer(s) wait for the limiter, the first with {first.items} item(s): {reason}"]

@@ -1,0 +1,208 @@
+"""The way of items into the table: check, admit, wait for the turn, place, ask the sampler, copy, tell."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from asyncbuf._ingest.last_writer import LastWriter
+from asyncbuf._runtime.lifecycle import State
+from asyncbuf._runtime.supervisor import FAILURES
+from asyncbuf._runtime.threads import finish
+from asyncbuf._table import checks
+from asyncbuf.batch import Batch, drawn_rows
+from asyncbuf.errors import AsyncBufError, BufferClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncbuf._ingest.admission import Admission, Grant
+    from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.threads import Threads
+    from asyncbuf._table.gate import HistoryGate
+    from asyncbuf._table.table import Table
+    from asyncbuf.rows import Int64Array, Placement, WriteEvent
+    from asyncbuf.storage import Prepared
+
+    Prepare = Callable[[Any], Prepared]
+
+# A larger write is copied by a thread.
+INLINE_BYTES = 1024 * 1024
+
+
+class Draws(Protocol):
+    """What the writing part needs of the one that draws batches."""
+
+    finished: bool
+
+    def table_changed(self) -> None:
+        """The table has other rows than before: consumers may have waited for them."""
+
+
+class WritePath:
+    """Writes and removes items, each call in its turn of the history.
+
+    Args:
+        table: what they go into.
+        gate: the history.
+        threads: where large writes are copied.
+        admission: where writers wait that a limiter holds back; None if it holds back none.
+        life: that of the buffer.
+        draws: told of changes; says whether no more items are taken.
+        fail: ends the background work of an open buffer with an error.
+
+    Attributes:
+        last_writer: the task that wrote last.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        gate: HistoryGate,
+        threads: Threads,
+        admission: Admission | None,
+        life: Lifecycle,
+        draws: Draws,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._table = table
+        self._storage = table.storage
+        self._gate = gate
+        self._threads = threads
+        self._admission = admission
+        self._life = life
+        self._draws = draws
+        self._fail = fail
+        self.last_writer = LastWriter()
+        self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
+
+    async def write(self, prepare: Prepare, items: Any) -> Placement:
+        """Write items: all of them or, with an error, none.
+
+        Args:
+            prepare: ``prepare`` or ``prepare_one`` of the storage.
+            items: what it takes.
+
+        Returns:
+            Where they went.
+        """
+        self.check_writable()
+        self.last_writer.note()
+        prepared = prepare(items)
+        if self._admission is not None:
+            return await self._write_admitted(self._admission, prepared, prepare, items)
+        if prepared.nbytes <= INLINE_BYTES and self._gate.is_free_for_writes:
+            return self._gate.run_now(self._write_here, prepared)
+        return await self._write_in_turn(prepared, prepare, items)
+
+    async def _write_admitted(
+        self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
+    ) -> Placement:
+        grant = await admission.admit(prepared.count)
+        try:
+            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant)
+        finally:
+            admission.give_back(grant)
+
+    async def _write_in_turn(
+        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None = None
+    ) -> Placement:
+        if prepared.nbytes > INLINE_BYTES:
+            return await self._write_in_thread(prepared, prepare, items, grant)
+        async with self._gate.turn(exclusive=True):
+            return self._write_here(self._confirmed(prepared, prepare, items), grant)
+
+    def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
+        placement = self._table.place(prepared.count)
+        event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
+        self._storage.write(prepared, placement.runs)
+        self._commit(placement, event, grant)
+        return placement
+
+    async def _write_in_thread(
+        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None
+    ) -> Placement:
+        async with self._gate.turn(exclusive=True):
+            prepared = self._confirmed(prepared, prepare, items)
+            placement = self._table.place(prepared.count)
+            event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
+            copied = self._threads.copy(self._storage.write, prepared, placement.runs)
+            cancelled = await finish(copied)
+            copied.result()
+            self._commit(placement, event, grant)
+        if self._life.is_idle:
+            self._threads.abandon()  # nobody would end them later
+        try:
+            if cancelled is not None:
+                raise cancelled
+        finally:
+            del cancelled
+        return placement
+
+    def _confirmed(self, prepared: Prepared, prepare: Prepare, items: Any) -> Prepared:
+        """What was prepared, now that its turn has come: writes before it may have closed or shaped the buffer."""
+        self.check_writable()
+        return prepared if self._storage.is_current(prepared) else prepare(items)
+
+    def _commit(self, placement: Placement, event: WriteEvent | None, grant: Grant | None) -> None:
+        try:
+            self._table.commit(placement)
+        except BaseException as error:
+            self._broken(error, "the items were written, but the writer did not take that")
+        if grant is not None and self._admission is not None:
+            self._admission.end(grant)
+        if self._tells_sampler:
+            try:
+                self._table.wrote(placement, event)
+            except BaseException as error:
+                self._broken(error, "the items were written, but the sampler did not take that")
+        self._draws.table_changed()
+
+    def _broken(self, error: BaseException, what: str) -> NoReturn:
+        """A part has raised where it must not: its state does not go with the rows any more."""
+        self._fail(error)
+        if not isinstance(error, FAILURES):
+            raise error
+        raise AsyncBufError(
+            f"{what}: {error!r}. Its state does not go with the rows any more: restore a checkpoint, or make a new "
+            "buffer"
+        ) from error
+
+    def check_writable(self) -> None:
+        """Refuse items that the buffer does not take.
+
+        Raises:
+            BufferClosedError: it was closed, or ``finish`` was called.
+            BufferFailedError: the background work ended.
+        """
+        life = self._life
+        if life.reason is not None and life.state is not State.NEW:
+            raise life.reason()
+        if self._draws.finished:
+            raise BufferClosedError("finish() was called: the buffer takes no more items")
+
+    async def remove(self, which: Any) -> int:
+        """Remove the rows of a batch, or bare rows: how many left."""
+        rows, write_count = drawn_rows(which)
+        rows = checks.row_numbers(rows, self._storage.capacity, "remove")
+        return await self._gate.apply(functools.partial(self._remove, rows, write_count), exclusive=True)
+
+    def _remove(self, rows: Int64Array, write_count: int | None) -> int:
+        try:
+            count = self._table.remove(rows, write_count)
+        except BaseException as error:
+            self._broken(error, "rows were removed, but a part of the buffer did not take that")
+        self._draws.table_changed()
+        return count
+
+    async def update_priority(self, which: Any, priority: Any) -> None:
+        """Tell the sampler new priorities for the rows of a batch, or for bare rows."""
+        rows, write_count = drawn_rows(which)
+        update = functools.partial(
+            self._update_priority, rows, priority, write_count, is_batch=isinstance(which, Batch)
+        )
+        await self._gate.apply(update, exclusive=False)
+
+    def _update_priority(self, rows: Any, priority: Any, write_count: int | None, *, is_batch: bool) -> None:
+        self._table.update_priority(rows, priority, write_count, is_batch=is_batch)
+        self._draws.table_changed()

@@ -1,0 +1,203 @@
+"""Drawing tickets: in their turn of the history, as many as the calls call for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncbuf._prefetch.gathered import shaped
+from asyncbuf._prefetch.queue import Entry
+from asyncbuf._prefetch.transforms import mixed_seed
+from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
+from asyncbuf.batch import Batch, Draw, Ticket, batch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncbuf._prefetch.fetch import Fetcher
+    from asyncbuf._prefetch.queue import EpochCursor, TicketQueue, TicketQueues, Waiter
+    from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._table.gate import HistoryGate
+    from asyncbuf._table.table import Table
+
+
+class Drawer:
+    """Draws tickets for the calls of each queue, and drops them. Every method belongs into a turn of the history.
+
+    Args:
+        table: what tickets are drawn from.
+        gate: the history.
+        queues: where tickets go.
+        fetcher: makes them into batches.
+        lifecycle: that of the buffer; nothing is drawn while it is not open.
+        went_on: called after each draw and each change of the table; None if nobody waits for that.
+
+    Attributes:
+        finished: whether no more items will come.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        gate: HistoryGate,
+        queues: TicketQueues,
+        fetcher: Fetcher,
+        lifecycle: Lifecycle,
+        went_on: Callable[[], None] | None = None,
+    ) -> None:
+        self._table = table
+        self._gate = gate
+        self._queues = queues
+        self._fetcher = fetcher
+        self._life = lifecycle
+        self._counts = queues.counts
+        self._went_on = went_on
+        self.finished = False
+
+    def finish(self) -> None:
+        """No more items will come: consumers that wait for some are told."""
+        self.finished = True
+        self._queues.notify_all()
+
+    def is_next(self, queue: TicketQueue, cursor: EpochCursor) -> bool:
+        """Whether the next ticket of a queue at which nobody waits, drawn or not, belongs to a pass."""
+        if queue.entries:
+            return cursor.takes(queue.entries[0])
+        return cursor.number is None or cursor.number == self._next_epoch(queue)
+
+    def _next_epoch(self, queue: TicketQueue) -> int | None:
+        """Number of the pass that the next draw of a queue belongs to."""
+        sampler = self._table.sampler
+        epoch = sampler.epoch
+        return epoch if epoch is None else epoch + sampler.leaves_out(queue.batch_size)
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def answer(self, queue: TicketQueue, waiter: Waiter) -> None:
+        """The turn of a call in the history has come: draw what it calls for."""
+        self.retry_first(queue)
+        queue.answer(waiter)
+        if waiter.answered or waiter.served:
+            self.fill(queue)
+
+    def table_changed(self) -> None:
+        """The history went on: consumers that wait for data may have some now."""
+        for queue in self._queues:
+            if queue.starving:
+                self.fill(queue)
+        if self.finished:
+            self._queues.notify_all()
+        if self._went_on is not None:
+            self._went_on()
+
+    def fill(self, queue: TicketQueue) -> None:
+        queue.error = None
+        try:
+            while queue.wants_more and self._life.reason is None and self._may_draw(queue):
+                self._line_up(queue, self._table.draw(queue.batch_size))
+        except BaseException as error:
+            queue.error = detached(as_failure(error))
+            if not isinstance(error, FAILURES):
+                raise  # whoever is told of it first: the consumer is told, too
+        finally:
+            queue.notify()
+
+    def _may_draw(self, queue: TicketQueue) -> bool:
+        """Whether the ticket that is wanted may be drawn now. Consumers whose pass has no more are parked."""
+        while (waiter := queue.next_starving) is not None:
+            cursor = waiter.cursor
+            if cursor is not None and cursor.number is None:
+                cursor.number = self._next_epoch(queue)
+            if cursor is None or cursor.number == self._next_epoch(queue):
+                return bool(self._table.may_draw(queue.batch_size))
+            queue.park_starving()
+        if not queue.wants_more:
+            return False
+        # A pass begins when its first batch is asked for, not ahead of it.
+        sampler = self._table.sampler
+        begins = sampler.between_epochs or sampler.leaves_out(queue.batch_size)
+        return not begins and bool(self._table.may_draw(queue.batch_size))
+
+    def _line_up(self, queue: TicketQueue, draw: Draw, error: BaseException | None = None) -> None:
+        """A draw becomes the last ticket of a queue; its rows are gathered, unless that was tried and failed."""
+        seed = mixed_seed(self._table.generator.initial_seed(), self._counts.drawn)
+        entry = Entry(
+            Ticket(self._counts.drawn, draw, seed, self._table.write_count), is_prefetched=queue is self._queues.main
+        )
+        self._counts.drawn += 1
+        is_urgent = bool(queue.waiters)
+        queue.append(entry)
+        self._counts.peak_queued = max(self._counts.peak_queued, self._queues.queued)
+        if error is None:
+            self._fetcher.make(entry, queue.offload, is_urgent=is_urgent)
+        else:
+            self._fetcher.fail(entry, error)
+        if self._went_on is not None:
+            self._went_on()
+
+    def retry_first(self, queue: TicketQueue) -> None:
+        """Try a ticket again whose failure a consumer has seen."""
+        for entry in (queue.entries[0] if queue.entries else None, self._fetcher.stuck):
+            if entry is not None and entry.reported and self._life.reason is None:
+                self._counts.retries += 1
+                entry.retry()
+                self._fetcher.go_on([entry])
+
+    def draw_batch(self, queue: TicketQueue) -> Batch | None:
+        """Draw and gather a batch in one step, if that is quick: no ticket has to be queued for that.
+
+        Returns:
+            The batch; None if that is not possible now, or if the gather failed and its ticket is in the queue.
+        """
+        if not self._table.may_draw(queue.batch_size):
+            return None
+        if not self._fetcher.gathers_now(queue.batch_size, queue.offload):
+            return None
+        draw = None
+        try:
+            draw = self._table.draw(queue.batch_size)
+            data = self._fetcher.gathered(draw)
+            if draw.shape is not None:
+                data = shaped(data, draw.shape)
+        except BaseException as error:
+            if draw is None:
+                self._queues.forget(queue)
+                if self.finished and isinstance(error, ValueError):
+                    return None
+                raise as_failure(error)  # noqa: B904 (it is the error itself, or has it as its cause)
+            self._line_up(queue, draw, error)
+            if not isinstance(error, FAILURES):
+                raise
+            return None
+        counts = self._counts
+        number = counts.drawn
+        counts.drawn = number + 1
+        if not counts.peak_queued or len(self._queues) > 1:
+            counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
+        if self._went_on is not None:
+            self._went_on()
+        return batch_of(data, number, draw, 0, self._table.rows.write_count)
+
+    # -- dropping -----------------------------------------------------------------------------------------------------
+
+    def skip(self, queue: TicketQueue) -> int | None:
+        """Drop the first ticket of a queue: its number, or None where there is none."""
+        entry = queue.skip()
+        if entry is None:
+            return None
+        queue.notify()
+        self._dropped([entry])
+        return entry.ticket.number
+
+    def flush(self) -> int:
+        """Drop every ticket that no call waits for: how many."""
+        dropped = [entry for queue in self._queues for entry in queue.drop()]
+        self._dropped(dropped)
+        return len(dropped)
+
+    def _dropped(self, entries: Sequence[Entry]) -> None:
+        self._counts.dropped += len(entries)
+        for entry in entries:
+            self._table.dropped(entry.ticket.draw)
+        self._fetcher.next_in_order()
+        self._fetcher.went_on()
+        self._gate.submit(self.table_changed)

@@ -1,0 +1,68 @@
+"""The prefetching of one buffer, put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncbuf._prefetch.background import Background
+from asyncbuf._prefetch.drawer import Drawer
+from asyncbuf._prefetch.fetch import Fetcher
+from asyncbuf._prefetch.pipeline import Pipeline
+from asyncbuf._prefetch.queue import TicketQueues
+from asyncbuf._prefetch.standstill import Standstill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncbuf._prefetch.transforms import TransformChain
+    from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.threads import Threads
+    from asyncbuf._table.gate import HistoryGate
+    from asyncbuf._table.table import Table
+
+
+class Prefetch:
+    """Makes the parts, each of which gets what it needs.
+
+    Args:
+        table: what tickets are drawn from.
+        chain: what is done to gathered rows.
+        gate: the history.
+        threads: where large gathers and sync transforms run.
+        lifecycle: that of the buffer.
+        batch_size: rows of a prefetched ticket; None if each call says its own.
+        depth: how many tickets are drawn ahead of those asked for.
+        workers: how many tickets are transformed at once.
+        refuse: told why, when nobody will be admitted any more: each ends the waiting of its own.
+        went_on: called after each draw and each change of the table; None if nobody waits for that.
+
+    Attributes:
+        queues: the tickets that nobody has taken, and the consumers that wait for them.
+        drawer: draws tickets.
+        fetcher: makes them into batches.
+        pipeline: hands them over.
+        standstill: stops all that for a snapshot.
+        background: the tasks behind it.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        chain: TransformChain,
+        gate: HistoryGate,
+        threads: Threads,
+        lifecycle: Lifecycle,
+        *,
+        batch_size: int | None,
+        depth: int,
+        workers: int,
+        refuse: Sequence[Callable[[Callable[[], Exception]], None]] = (),
+        went_on: Callable[[], None] | None = None,
+    ) -> None:
+        queues = self.queues = TicketQueues(batch_size, depth)
+        fetcher = self.fetcher = Fetcher(table.storage, chain, gate, queues, threads, lifecycle)
+        drawer = self.drawer = Drawer(table, gate, queues, fetcher, lifecycle, went_on)
+        pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
+        device_step = len(chain.steps) - 1 if chain.delivers else None
+        self.standstill = Standstill(pipeline, drawer, queues, fetcher, gate, lifecycle, device_step)
+        self.background = Background(lifecycle, gate, queues, fetcher, workers, refuse)

@@ -1,0 +1,186 @@
+"""Which rows of a table are valid, and which items are in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from asyncbuf._plain.integers import are_distinct
+from asyncbuf._plain.state import fields
+from asyncbuf._table.valid_rows import RowsAfterWrite, SparseRows
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncbuf.rows import Int64Array, Placement, RowRange
+    from asyncbuf.writer import Writer
+
+
+class RowIndex:
+    """The valid rows: 0 to ``size - 1``, until a row is removed or a writer leaves a gap.
+
+    Args:
+        capacity: number of rows.
+        writer: chooses rows; item numbers are stored here if it does not compute them.
+
+    Attributes:
+        sparse: the valid rows, once there are gaps.
+    """
+
+    def __init__(self, capacity: int, writer: Writer) -> None:
+        self._capacity = capacity
+        self._writer = writer
+        self._size = 0
+        self.sparse: SparseRows | None = None
+        self._numbers = None if writer.computes_numbers else np.zeros(capacity, np.int64)
+        self.load_state_dict({"valid": None, "numbers": None})  # the writer may have a history
+
+    @property
+    def size(self) -> int:
+        """Number of valid rows."""
+        return self._size if self.sparse is None else self.sparse.size
+
+    def rows(self, write_count: int) -> Rows:
+        """What there is to draw from now."""
+        sparse = self.sparse
+        if sparse is None:
+            return Rows(self._size, self._capacity, write_count)
+        return Rows(sparse.size, self._capacity, write_count, sparse)
+
+    def rows_after(self, placement: Placement, write_count: int) -> Rows:
+        """What there will be to draw from after a write."""
+        if self.sparse is None and (size := _dense_size(self._size, placement.runs)) is not None:
+            return Rows(size, self._capacity, write_count)
+        before = SparseRows(self._capacity, self._size) if self.sparse is None else self.sparse
+        added = before.missing(placement.rows)
+        after = RowsAfterWrite(before, before.size, added)
+        return Rows(before.size + len(added), self._capacity, write_count, after)
+
+    def wrote(self, placement: Placement) -> None:
+        """Rows were written."""
+        runs = placement.runs
+        if self.sparse is not None:
+            self.sparse.add(placement.rows)
+        elif len(runs) == 1 and runs[0].row <= self._size:  # the short way, which most writes take
+            self._size = max(self._size, runs[0].row + runs[0].count)
+        elif (size := _dense_size(self._size, runs)) is not None:
+            self._size = size
+        else:
+            self._make_sparse().add(placement.rows)
+
+    def store_numbers(self, placement: Placement, first: int) -> None:
+        """Keep the item numbers of a write, if that is done here.
+
+        Args:
+            placement: where the items went.
+            first: number of the first item that was handed in.
+        """
+        numbers = self._numbers
+        if numbers is None:
+            return
+        for run in placement.runs:
+            start = first + run.item
+            numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
+
+    def remove(self, rows: Int64Array) -> None:
+        """Valid rows leave, each of which is given once."""
+        self._make_sparse().remove(rows)
+
+    def _make_sparse(self) -> SparseRows:
+        if self.sparse is None:
+            self.sparse = SparseRows(self._capacity, self._size)
+        return self.sparse
+
+    def contains(self, rows: Int64Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which rows are valid: bool, in the shape of ``rows``."""
+        return self.rows(0).contains(torch.from_numpy(rows)).numpy()
+
+    def numbers(self, rows: Int64Array) -> Int64Array:
+        """Item numbers of valid rows: int64, in the shape of ``rows``."""
+        if self._numbers is None:
+            return self._writer.numbers(rows, self._capacity)
+        return self._numbers[rows]
+
+    def clear(self) -> None:
+        """Every row is invalid now."""
+        self._size = 0
+        self.sparse = None
+
+    def _by_position(self) -> Int64Array:
+        """The valid rows in the order of their positions: int64 ``[size]``."""
+        positions = torch.arange(self.size)
+        return (positions if self.sparse is None else self.sparse.at(positions)).numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The valid rows by position, if there are gaps; the item numbers by position, if they are stored."""
+        rows = None if self.sparse is None and (self._numbers is None or not self._size) else self._by_position()
+        valid = None if self.sparse is None or rows is None else torch.from_numpy(rows)
+        numbers = None if self._numbers is None or rows is None else torch.from_numpy(self._numbers[rows])
+        return {"valid": valid, "numbers": numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the rows of a checkpoint, once the writer has taken over its state.
+
+        What is not said follows from the writer: without gaps, its size is that of the table. Numbers that should be
+        stored and were not are those of rows that were written in their order.
+        """
+        kinds: dict[str, type] = dict.fromkeys(("valid", "numbers"), torch.Tensor)
+        if isinstance(state, dict):
+            kinds = {name: kind if state.get(name) is not None else type(None) for name, kind in kinds.items()}
+        valid, numbers = (
+            _int64(tensor, name) for tensor, name in zip(fields(state, "rows", **kinds), kinds, strict=True)
+        )
+        size = self._writer.size if valid is None else len(valid)
+        if size > self._capacity or (valid is not None and not are_distinct(valid, self._capacity)):
+            raise CheckpointCorruptError(f"rows: expected at most {self._capacity} different rows, found others")
+        if self._numbers is None and numbers is not None:
+            raise CheckpointCorruptError("rows: expected no item numbers, because the writer computes them; found some")
+        if numbers is None:
+            numbers = np.arange(self._writer.write_count - size, self._writer.write_count)
+        if len(numbers) != size:
+            raise CheckpointCorruptError(f"rows: expected {size} item numbers, found {len(numbers)}")
+        self._size = size
+        self.sparse = None if valid is None else SparseRows.of(self._capacity, valid)
+        if self._numbers is not None:
+            self._numbers[slice(size) if valid is None else valid] = numbers
+
+    def verify(self, rows: Rows) -> None:
+        """Refuse item numbers that there are not.
+
+        Raises:
+            CheckpointCorruptError: a number occurs twice, or is not below the number of items written.
+        """
+        if self._numbers is not None and not are_distinct(self._numbers[self._by_position()], rows.write_count):
+            raise CheckpointCorruptError(f"rows: expected different item numbers below {rows.write_count}")
+
+    def highest(self) -> int:
+        """The highest valid row; -1 if there is none."""
+        return self.size - 1 if self.sparse is None else int(self._by_position().max(initial=-1))
+
+
+def _dense_size(size: int, runs: Sequence[RowRange]) -> int | None:
+    """How many rows are valid after a write to rows of which ``size`` are; None if there are gaps then."""
+    for run in runs if len(runs) < 2 else sorted(runs, key=_row):
+        if run.row > size:
+            return None
+        stop = run.row + run.count
+        if stop > size:
+            size = stop
+    return size
+
+
+def _row(run: RowRange) -> int:
+    return run.row
+
+
+def _int64(tensor: torch.Tensor | None, name: str) -> Int64Array | None:
+    if tensor is None:
+        return None
+    if tensor.dtype is not torch.int64 or tensor.ndim != 1:
+        raise CheckpointCorruptError(f"rows: expected {name} as int64 [n], found {tensor.dtype} {list(tensor.shape)}")
+    found: Int64Array = tensor.detach().cpu().numpy()
+    return found

@@ -1,0 +1,260 @@
+"""The parts of a buffer that have state: captured together, and made live together or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from asyncbuf._plain.codec import decode, encode
+from asyncbuf._plain.state import fields, same
+from asyncbuf._prefetch.tickets import Tickets
+from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
+from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from asyncbuf.storage.frozen import tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncbuf._prefetch.transforms import TransformChain
+    from asyncbuf._table.table import Table
+
+# Every checkpoint has these. Other parts came later: where an older checkpoint lacks one, it starts as in a new buffer.
+_ALWAYS_SAVED = {"writer", "sampler", "transforms", "generator"}
+
+Complete: TypeAlias = "Callable[[Callable[[], None]], Snapshot]"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a buffer must have in common with a snapshot to take it over.
+
+    Attributes:
+        batch_size: number of items of a prefetched batch.
+        depth: the prefetch depth.
+    """
+
+    batch_size: int | None
+    depth: int
+
+
+class Part:
+    """A part with ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        name: what it is called in a snapshot.
+        target: the part.
+        kinds: what a buffer must have in common with a snapshot for the part to be taken over.
+    """
+
+    def __init__(self, name: str, target: Any, kinds: dict[str, Any]) -> None:
+        self.name = name
+        self.kinds = kinds
+        self._target = target
+
+    def capture(self) -> Any:
+        """The state now, as plain data in memory of its own."""
+        return encode(self._target.state_dict(), self.name)
+
+    def read(self, plain: Any) -> Any:
+        """Check and decode a state. Called in a thread; changes nothing."""
+        return decode(plain, self.name)
+
+    def load(self, state: Any) -> None:
+        """Take a state over. An error may leave it half done: the caller loads the one before again."""
+        self._target.load_state_dict(state)
+
+
+class _Transforms(Part):
+    """The states of all transforms, in a list; None for one that has none."""
+
+    def __init__(self, chain: TransformChain) -> None:
+        kinds = {"transforms": len(chain.transforms), "stateful_transforms": chain.with_state}
+        super().__init__("transforms", chain, kinds)
+        self._transforms = chain.transforms
+
+    def capture(self) -> Any:
+        return [encode(state, f"transform {i}") for i, state in enumerate(self._target.states())]
+
+    def read(self, plain: Any) -> Any:
+        # They are not asked for their states: they may be at work.
+        states = super().read(plain)
+        if not isinstance(states, list) or len(states) != len(self._transforms):
+            raise CheckpointCorruptError(f"transforms: expected {len(self._transforms)} states, found something else")
+        return states
+
+    def load(self, state: Any) -> None:
+        for i in self._target.with_state:
+            if state[i] is not None:
+                self._transforms[i].load_state_dict(state[i])
+
+
+class _Generator(Part):
+    """The generator of the draws."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__("generator", generator, {})
+
+    def capture(self) -> Any:
+        return {"device": self._target.device.type, "state": self._target.get_state()}
+
+    def read(self, plain: Any) -> Any:
+        device, state = fields(super().read(plain), "generator", device=str, state=torch.Tensor)
+        same(device, self._target.device.type, "kind of generator")
+        try:
+            torch.Generator(self._target.device).set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointCorruptError(f"generator: expected the state of a generator, found {error}") from error
+        return state
+
+    def load(self, state: Any) -> None:
+        self._target.set_state(state)
+
+
+class BufferState:
+    """All parts of a buffer that have state, each named once.
+
+    Args:
+        table: storage, writer, sampler and generator.
+        chain: the transforms.
+        config: the settings of the buffer.
+    """
+
+    def __init__(self, table: Table, chain: TransformChain, config: Config) -> None:
+        self.table = table
+        self.config = config
+        self.steps = len(chain.steps)
+        self.parts: list[Part] = [
+            *(
+                Part(name, part, {name: type(part).__name__} if name in _ALWAYS_SAVED else {})
+                for name, part in table.components()
+            ),
+            _Transforms(chain),
+            _Generator(table.generator),
+        ]
+        self.fresh = {part.name: part.capture() for part in self.parts if part.name not in _ALWAYS_SAVED}
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """What a snapshot must have in common with the buffer, whatever its settings."""
+        kinds = {"storage": type(self.table.storage).__name__}
+        for part in self.parts:
+            kinds |= part.kinds
+        return kinds
+
+    def capture(self, tickets: Tickets) -> Complete:
+        """Take a snapshot, in one step: called in a turn of the history in which nothing is being written or gathered.
+
+        Args:
+            tickets: the tickets of the same moment.
+
+        Returns:
+            A function that completes it by copying the tickets, to be called in a thread. It calls its argument after
+            each ticket, which must not be handed over before that.
+
+        Raises:
+            CheckpointError: a part holds something that cannot be saved.
+        """
+        state = {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": {
+                **self.kinds,
+                "capacity": self.table.storage.capacity,
+                "batch_size": self.config.batch_size,
+            },
+            **{part.name: part.capture() for part in self.parts},
+        }
+        frozen = self.table.storage.freeze()
+        return lambda copied: Snapshot({**state, "prefetch": tickets.plain(copied)}, frozen)
+
+
+class RestorePlan:
+    """A snapshot that was read, checked and decoded for one buffer, and can be made live in one step.
+
+    Making it may take long and belongs in a thread; it changes nothing that is live.
+
+    Args:
+        snapshot: the snapshot.
+        live: the parts that will take it over.
+        elastic: whether another prefetch depth and batch size are accepted.
+        moves: whether the snapshot is used for nothing else, so that its memory may be taken over.
+
+    Raises:
+        CheckpointError: the snapshot is damaged, too new, or belongs to another kind of buffer.
+    """
+
+    def __init__(self, snapshot: Snapshot, live: BufferState, *, elastic: bool, moves: bool) -> None:
+        self._live = live
+        try:
+            self._read(snapshot, elastic=elastic, moves=moves)
+        except CheckpointError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointCorruptError(f"snapshot: expected the state of a buffer, found {error!r}") from error
+
+    def _read(self, snapshot: Snapshot, *, elastic: bool, moves: bool) -> None:
+        live, storage = self._live, self._live.table.storage
+        state, rows = snapshot.contents
+        state, meta = checked(state), rows.meta
+        if not moves:
+            state, meta = copied(state), copied(meta)
+        self._match(state, elastic=elastic)
+        self._states = [
+            (part, part.read(state[part.name] if part.name in state else copied(live.fresh[part.name])))
+            for part in live.parts
+        ]
+        self.tickets = Tickets(0, live.config.depth, 0, [])
+        if "prefetch" in state:
+            self.tickets = Tickets.from_plain(
+                state["prefetch"], live.config.depth, steps=live.steps, capacity=storage.capacity, elastic=elastic
+            )
+        self._row_count = storage.rows_in(meta)
+        self._make_rows_live = storage.load_rows(meta, tensors_of(rows))
+
+    def _match(self, state: dict[str, Any], *, elastic: bool) -> None:
+        """Compare parts, kinds and settings."""
+        live, config = self._live, state.get("config")
+        there, known = parts_of(state), [part.name for part in live.parts]
+        if unknown := sorted(map(str, set(there) - set(known))):
+            raise CheckpointMismatchError(f"snapshot: expected the parts {known}, found others beside them: {unknown}")
+        # A part that is not in the snapshot has no kind there.
+        later = {
+            kind for part in live.parts if part.name in live.fresh and part.name not in there for kind in part.kinds
+        }
+        expected = {name: kind for name, kind in live.kinds.items() if name not in later}
+        if not isinstance(config, dict) or config.keys() != {*expected, "capacity", "batch_size"}:
+            raise CheckpointCorruptError(f"snapshot: expected the kinds of its parts, found {config!r}")
+        for name, kind in expected.items():
+            same(config[name], kind, name)
+        same(config["capacity"], live.table.storage.capacity, "capacity")
+        if not elastic:
+            same(config["batch_size"], live.config.batch_size, "batch_size (elastic=True accepts another)")
+        if missing := sorted(set(known) - set(there) - live.fresh.keys()):
+            raise CheckpointCorruptError(f"snapshot: expected the parts {known}, found none of {missing}")
+
+    def adopt(self) -> Tickets:
+        """Make it live: all of it or, with an error, none.
+
+        Returns:
+            The tickets that go with it.
+        """
+        before = [(part, part.capture()) for part, _ in self._states]
+        try:
+            for part, state in self._states:
+                part.load(state)
+            tickets = self._verified()
+            self._make_rows_live()
+        except BaseException:
+            for part, old in before:
+                part.load(part.read(old))
+            self._live.table.changed()
+            raise
+        return tickets
+
+    def _verified(self) -> Tickets:
+        """The tickets, if they, the rows and the states of the parts go together."""
+        table = self._live.table
+        table.verify(table.storage.capacity if self._row_count is None else self._row_count)
+        return self.tickets.drawn_from(table.writer.write_count)
