@@ -112,7 +112,9 @@ async def _check_new(shelf: Shelf, contract: Contract, pool: ThreadPoolExecutor,
     with contract.allowed("a storage without items can be frozen, cleared and loaded"):
         frozen = storage.freeze()
         storage.clear()
-    await history.check_loaded(frozen.meta, list(frozen.chunks()), {}, "a storage without items can be loaded")
+    await history.check_loaded(
+        frozen.meta, [chunk.tensors for chunk in frozen.chunks()], {}, "a storage without items can be loaded"
+    )
     await history.step(random.Random(0), "write")
     _check_sizes(storage, contract)
     history.check_columns()
@@ -155,7 +157,7 @@ async def _check_end(history: StorageHistory, shelf: Shelf, contract: Contract, 
     storage, rows = history.storage, dict(history.rows)
     await _check_states(history, shelf, contract, pool)
     frozen = storage.freeze()
-    chunks = list(frozen.chunks())
+    chunks = [chunk.tensors for chunk in frozen.chunks()]
     is_named = all(
         isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
         for chunk in chunks

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf import Draw, GatherJobs, Prepared, RowRange, Runs, SchemaError, Storage
+from asyncbuf.storage import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -215,8 +216,8 @@ class Live:
         self.meta: dict[str, Any] = {}
         self._storage = storage
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
-        yield {key: torch.from_numpy(array.copy()) for key, array in self._storage.arrays.items()}
+    def chunks(self) -> Iterator[Chunk]:
+        yield Chunk(None, lambda: {key: torch.from_numpy(array.copy()) for key, array in self._storage.arrays.items()})
 
 
 class FrozenIsLive(ArrayStorage):
