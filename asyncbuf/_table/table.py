@@ -9,7 +9,7 @@ import torch
 
 from asyncbuf._plain.integers import first_of_each
 from asyncbuf._runtime.shield import shielded
-from asyncbuf._runtime.torch_modes import Swapped, disturb_us
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
@@ -211,7 +211,7 @@ class Table:
         """
         sampler, limits = self.sampler, self.limits
         if sampler.trusted:
-            if disturb_us():
+            if (is_inference_on() or dispatch_modes() or function_modes()) and disturb_us():
                 with Swapped():
                     return self.draw(batch_size)
             draw = sampler.draw(self.rows, batch_size, self.generator)
