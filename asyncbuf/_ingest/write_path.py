@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
@@ -50,6 +51,9 @@ class WritePath:
         life: that of the buffer.
         draws: told of changes; says whether no more items are taken.
         fail: ends the background work of an open buffer with an error.
+
+    Attributes:
+        last_writer: the task that wrote last.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class WritePath:
         self._life = life
         self._draws = draws
         self._fail = fail
+        self.last_writer = LastWriter()
         self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
@@ -85,6 +90,7 @@ class WritePath:
             Where they went.
         """
         self.check_writable()
+        self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
             return await self._write_admitted(self._admission, prepared, prepare, items)
