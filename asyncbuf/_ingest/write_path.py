@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
@@ -49,6 +50,9 @@ class WritePath:
         life: that of the buffer.
         draws: told of changes; says whether no more items are taken.
         fail: ends the background work of an open buffer with an error.
+
+    Attributes:
+        last_writer: the task that wrote last.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class WritePath:
         self._life = life
         self._draws = draws
         self._fail = fail
+        self.last_writer = LastWriter()
         self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
 
     async def write(self, prepare: Prepare, items: Any) -> Placement:
@@ -82,6 +87,7 @@ class WritePath:
             Where they went.
         """
         self.check_writable()
+        self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
             return await self._write_admitted(self._admission, prepared, prepare, items)
@@ -139,7 +145,10 @@ class WritePath:
         return prepared if self._storage.is_current(prepared) else prepare(items)
 
     def _commit(self, placement: Placement, event: WriteEvent | None, grant: Grant | None) -> None:
-        self._table.commit(placement)
+        try:
+            self._table.commit(placement)
+        except BaseException as error:
+            self._broken(error, "the items were written, but the writer did not take that")
         if grant is not None and self._admission is not None:
             self._admission.end(grant)
         if self._tells_sampler:

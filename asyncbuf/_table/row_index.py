@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import are_distinct
 from asyncbuf._plain.state import fields
 from asyncbuf._table.valid_rows import RowsAfterWrite, SparseRows
 from asyncbuf.errors import CheckpointCorruptError
@@ -52,8 +53,7 @@ class RowIndex:
 
     def rows_after(self, placement: Placement, write_count: int) -> Rows:
         """What there will be to draw from after a write."""
-        size = None if self.sparse is not None else _dense_size(self._size, placement.runs)
-        if size is not None:
+        if self.sparse is None and (size := _dense_size(self._size, placement.runs)) is not None:
             return Rows(size, self._capacity, write_count)
         before = SparseRows(self._capacity, self._size) if self.sparse is None else self.sparse
         added = before.missing(placement.rows)
@@ -135,7 +135,7 @@ class RowIndex:
             _int64(tensor, name) for tensor, name in zip(fields(state, "rows", **kinds), kinds, strict=True)
         )
         size = self._writer.size if valid is None else len(valid)
-        if size > self._capacity or (valid is not None and not _differ(valid, self._capacity)):
+        if size > self._capacity or (valid is not None and not are_distinct(valid, self._capacity)):
             raise CheckpointCorruptError(f"rows: expected at most {self._capacity} different rows, found others")
         if self._numbers is None and numbers is not None:
             raise CheckpointCorruptError("rows: expected no item numbers, because the writer computes them; found some")
@@ -154,7 +154,7 @@ class RowIndex:
         Raises:
             CheckpointCorruptError: a number occurs twice, or is not below the number of items written.
         """
-        if self._numbers is not None and not _differ(self._numbers[self._by_position()], rows.write_count):
+        if self._numbers is not None and not are_distinct(self._numbers[self._by_position()], rows.write_count):
             raise CheckpointCorruptError(f"rows: expected different item numbers below {rows.write_count}")
 
     def highest(self) -> int:
@@ -184,9 +184,3 @@ def _int64(tensor: torch.Tensor | None, name: str) -> Int64Array | None:
         raise CheckpointCorruptError(f"rows: expected {name} as int64 [n], found {tensor.dtype} {list(tensor.shape)}")
     found: Int64Array = tensor.detach().cpu().numpy()
     return found
-
-
-def _differ(values: Int64Array, limit: int) -> bool:
-    """Whether values differ from each other and are from 0 to ``limit - 1``."""
-    ordered = np.sort(values)
-    return not len(ordered) or bool(ordered[0] >= 0 and ordered[-1] < limit and (np.diff(ordered) > 0).all())

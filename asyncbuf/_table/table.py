@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import first_of_each
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, disturb_us
 from asyncbuf._table import checks
@@ -14,19 +15,20 @@ from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import NO_COLUMNS, NotYet, WriteEvent
+from asyncbuf.rows import NO_COLUMNS, NotYet, Rows, WriteEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from asyncbuf.batch import Draw
     from asyncbuf.limiter import Limiter
-    from asyncbuf.rows import Answer, Int64Array, Placement, Rows
+    from asyncbuf.rows import Answer, Int64Array, Placement
     from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Writer
 
 _UNKNOWN = -1
+_NOT_YET = Rows(0, 0, 0)  # in a write event, until the rows are written
 
 
 class Table:
@@ -57,7 +59,10 @@ class Table:
         self.sampler = sampler
         self.generator = generator
         self.limits = Limits(limiter)
-        self.has_write_events = not sampler.hooks.isdisjoint(("check_write", "wrote"))
+        self._checks_writes = "check_write" in sampler.hooks
+        self._tells_events = "wrote" in sampler.hooks
+        self._tells_rows = "written" in sampler.hooks
+        self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
         self._index = RowIndex(storage.capacity, writer)
@@ -123,12 +128,12 @@ class Table:
         Returns:
             What the sampler is told when they are written.
         """
-        sampler, first = self.sampler, self.writer.write_count
-        columns = self.storage.columns(prepared, sampler.columns) if sampler.columns else NO_COLUMNS
-        event = WriteEvent(placement, first, self.rows, columns)
-        if "check_write" in sampler.hooks:
-            event.table = self._index.rows_after(placement, first + placement.offered)
-            sampler.check_write(event)
+        paths, first = self.sampler.columns, self.writer.write_count
+        columns = self.storage.columns(prepared, paths) if paths else NO_COLUMNS
+        if not self._checks_writes:
+            return WriteEvent(placement, first, _NOT_YET, columns)
+        event = WriteEvent(placement, first, self._index.rows_after(placement, first + placement.offered), columns)
+        self.sampler.check_write(event)
         return event
 
     def commit(self, placement: Placement) -> None:
@@ -146,11 +151,12 @@ class Table:
 
     def wrote(self, placement: Placement, event: WriteEvent | None) -> None:
         """Tell the sampler of rows that were written. An error leaves it in a state that does not go with the rows."""
-        if event is not None:
+        if event is not None and self._tells_events:
+            if self._checks_writes and self._index.sparse is None:
+                self._rows = event.table  # as it was to be
             event.table = self.rows
-            if "wrote" in self.sampler.hooks:
-                self.sampler.wrote(event)
-        if "written" in self.sampler.hooks:
+            self.sampler.wrote(event)
+        if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
 
     def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
@@ -160,8 +166,7 @@ class Table:
             rows: rows of the storage; those that are not valid are left out.
             write_count: number of items written when they were drawn: those that were replaced since are left out.
         """
-        _, firsts = np.unique(rows, return_index=True)
-        rows = rows[np.sort(firsts)]  # each once, in the order in which they were given
+        rows = first_of_each(rows)
         rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
         if not len(rows):
             return 0

@@ -10,7 +10,7 @@ from asyncbuf._plain.state import fields
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Placement, RowRange
 from asyncbuf.writer.base import Writer
-from asyncbuf.writer.freed_rows import FreedRows, SavedRows
+from asyncbuf.writer.freed_rows import FreedRows, SavedRows, ring_numbers
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Int64Array, Rows
@@ -84,7 +84,7 @@ class RoundRobinWriter(Writer):
         """Item numbers of valid rows: int64 in the shape of ``rows``."""
         if self._freed is not None or self._saved is not None:
             return self._free_rows(capacity).numbers(rows)
-        return self._write_count - 1 - (self._cursor - 1 - rows) % capacity
+        return ring_numbers(rows, capacity, self._cursor, self._write_count)
 
     def _free_rows(self, capacity: int) -> FreedRows:
         freed = self._freed
@@ -99,8 +99,9 @@ class RoundRobinWriter(Writer):
     def state_dict(self) -> dict[str, Any]:
         """Cursor, number of valid rows and number of writes; after a removal also the order of the rows by age."""
         state = {"cursor": self._cursor, "size": self.size, "write_count": self._write_count}
-        saved = self._saved if self._freed is None else self._freed.saved()
-        return state if saved is None else {**state, "used": saved.used, **_tensors(saved)}
+        if self._saved is not None:
+            return {**state, **self._saved.copied().state()}
+        return state if self._freed is None else {**state, **self._freed.saved().state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the saved cursor."""
@@ -136,8 +137,3 @@ class RoundRobinWriter(Writer):
         """Start over at row 0."""
         self._cursor = self._size = 0
         self._freed = self._saved = None
-
-
-def _tensors(saved: SavedRows) -> dict[str, torch.Tensor]:
-    names = ("order", "numbers", "free")
-    return {name: torch.from_numpy(getattr(saved, name)).clone() for name in names}
