@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,9 @@ from asyncbuf.testing import difference
 from tests.helpers import seeded, within
 from tests.resume_helpers import KINDS, items_of, make, noisy
 from tests.test_docs import ROOT, blocks, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE = ROOT / "docs" / "checkpoint-format.md"
 
