@@ -14,6 +14,7 @@ from asyncbuf._table import checks
 from asyncbuf._table.table import Table
 from asyncbuf.batch import Draw
 from asyncbuf.limiter import MinSize
+from asyncbuf.storage.frozen import tensors_of
 from asyncbuf.testing.contract import Contract, revived, scramble, scramble_leaves
 from asyncbuf.testing.passes import Passes, Place
 from asyncbuf.writer import RoundRobinWriter
@@ -377,7 +378,7 @@ class History:
         frozen = self._table.storage.freeze()
         return {
             "parts": {name: self._contract.state(part) for name, part in self._table.components()},
-            "rows": (frozen.meta, list(frozen.chunks())),
+            "rows": (frozen.meta, list(tensors_of(frozen))),
             "generator": self._generator.get_state(),
             "open": list(self._open),
             "numbers": (self._number, self._written),

@@ -38,6 +38,7 @@ class Shelf(NamedTuple):
         expected: what gathering rows with items of these numbers must give.
         keeps_references: whether items are kept as they are, so that changes to them show.
         capacity: number of rows.
+        identities: the chunks that had an identity so far.
     """
 
     make_storage: Callable[[int], Storage]
@@ -45,6 +46,7 @@ class Shelf(NamedTuple):
     expected: Callable[[Sequence[int]], Any]
     keeps_references: bool
     capacity: int
+    identities: dict[str, dict[str, torch.Tensor]]
 
     def item(self, number: int) -> Any:
         """One item as ``add`` takes it."""
@@ -81,6 +83,10 @@ class StorageHistory:
         shelf: what it is made of.
         contract: the rules.
         pool: threads for writes and gathers.
+
+    Attributes:
+        storage: the storage.
+        rows: the numbers of the items that its rows should have.
     """
 
     def __init__(self, shelf: Shelf, contract: Contract, pool: ThreadPoolExecutor) -> None:
@@ -243,8 +249,24 @@ class StorageHistory:
 
     async def _freeze(self, choose: random.Random) -> None:
         with self._contract.allowed("freeze never fails"):
-            self._frozen.append((self.storage.freeze(), dict(self.rows), self._contract.where))
+            frozen = self.storage.freeze()
+        self._frozen.append((frozen, dict(self.rows), self._contract.where))
         del self._frozen[: len(self._frozen) - 3]
+        if choose.random() < 0.5:
+            self.chunks(frozen)
+
+    def chunks(self, frozen: Frozen) -> list[dict[str, torch.Tensor]]:
+        """The tensors of all chunks. What has an identity is compared with what had the same before."""
+        found, contract = [], self._contract
+        for chunk in frozen.chunks():
+            tensors, identity = chunk.tensors, chunk.identity
+            is_sound = identity is None or (isinstance(identity, str) and bool(identity))
+            contract.require(is_sound, "the identity of a chunk is a text or None", "a text or None", repr(identity))
+            if identity is not None:
+                known = self._shelf.identities.setdefault(identity, _copied(tensors))
+                contract.same(tensors, known, "chunks of the same identity have the same tensors")
+            found.append(tensors)
+        return found
 
     async def _read_frozen(self, choose: random.Random) -> None:
         """Read what was frozen in a thread, while a write goes on; twice."""
@@ -252,10 +274,10 @@ class StorageHistory:
             return
         frozen, rows, where = choose.choice(self._frozen)
         with self._contract.allowed(f"chunks can be read in a thread beside a write ({where})"):
-            reading = _in(self._pool, lambda: list(frozen.chunks()))
+            reading = _in(self._pool, lambda: self.chunks(frozen))
             writing = asyncio.ensure_future(self._write(choose))
             chunks, _ = await asyncio.gather(reading, writing)
-            again = list(frozen.chunks())
+            again = self.chunks(frozen)
         rule = f"what was frozen stays as it was ({where})"
         self._contract.same(again, chunks, rule)
         await self.check_loaded(frozen.meta, chunks, rows, rule)

@@ -87,7 +87,7 @@ async def check_storage(
     """
     if expected is None:
         expected = functools.partial(stacked, items)
-    shelf = Shelf(make_storage, items, expected, keeps_references, capacity)
+    shelf = Shelf(make_storage, items, expected, keeps_references, capacity, {})
     contract = Contract(type(make_storage(capacity)).__name__)
     with ThreadPoolExecutor(4) as pool:
         await _check_new(shelf, contract, pool, misfits)
@@ -112,9 +112,7 @@ async def _check_new(shelf: Shelf, contract: Contract, pool: ThreadPoolExecutor,
     with contract.allowed("a storage without items can be frozen, cleared and loaded"):
         frozen = storage.freeze()
         storage.clear()
-    await history.check_loaded(
-        frozen.meta, [chunk.tensors for chunk in frozen.chunks()], {}, "a storage without items can be loaded"
-    )
+    await history.check_loaded(frozen.meta, history.chunks(frozen), {}, "a storage without items can be loaded")
     await history.step(random.Random(0), "write")
     _check_sizes(storage, contract)
     history.check_columns()
@@ -157,7 +155,7 @@ async def _check_end(history: StorageHistory, shelf: Shelf, contract: Contract, 
     storage, rows = history.storage, dict(history.rows)
     await _check_states(history, shelf, contract, pool)
     frozen = storage.freeze()
-    chunks = [chunk.tensors for chunk in frozen.chunks()]
+    chunks = history.chunks(frozen)
     is_named = all(
         isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
         for chunk in chunks
@@ -175,6 +173,10 @@ async def _check_end(history: StorageHistory, shelf: Shelf, contract: Contract, 
             other.storage = pickle.loads(pickle.dumps(storage))
         other.rows = dict(history.rows)
         await other.check_rows("a pickled storage has the same rows")
+        # Both go on, each with items of its own: their chunks must not be taken for each other.
+        for one, seed in ((history, 1), (other, 2)):
+            await one.step(random.Random(seed), "write")
+            one.chunks(one.storage.freeze())
 
 
 async def _check_states(history: StorageHistory, shelf: Shelf, contract: Contract, pool: ThreadPoolExecutor) -> None:

@@ -15,6 +15,7 @@ from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.limiter import MinSize
 from asyncbuf.sampler import RandomSampler
 from asyncbuf.storage import TensorStorage
+from asyncbuf.storage.frozen import tensors_of
 from asyncbuf.testing.contract import Contract, check_malformed, is_picklable, revived, scramble
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
 from asyncbuf.testing.samplers import numbered_items
@@ -215,7 +216,7 @@ class _History:
         frozen = self._table.storage.freeze()
         return {
             "parts": {name: self._contract.state(part) for name, part in self._table.components()},
-            "stored": (frozen.meta, list(frozen.chunks())),
+            "stored": (frozen.meta, list(tensors_of(frozen))),
             "rows": dict(self._rows),
             "numbers": (self._number, self._written, self._was_removed),
         }

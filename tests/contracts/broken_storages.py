@@ -212,12 +212,16 @@ class Shrinks(ArrayStorage):
 class Live:
     """Reads rows when they are asked for."""
 
-    def __init__(self, storage: ArrayStorage) -> None:
+    def __init__(self, storage: ArrayStorage, identity: str | None = None) -> None:
         self.meta: dict[str, Any] = {}
         self._storage = storage
+        self._identity = identity
 
     def chunks(self) -> Iterator[Chunk]:
-        yield Chunk(None, lambda: {key: torch.from_numpy(array.copy()) for key, array in self._storage.arrays.items()})
+        yield Chunk(self._identity, self._tensors)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {key: torch.from_numpy(array.copy()) for key, array in self._storage.arrays.items()}
 
 
 class FrozenIsLive(ArrayStorage):
@@ -242,6 +246,15 @@ class IgnoresDamage(FrozenIsLive):
         copy = ArrayStorage(self.capacity)
         copy.arrays = {key: array.copy() for key, array in self.arrays.items()}
         return Live(copy)
+
+
+class NeverChanges(FrozenIsLive):
+    """Freezes a copy, and says that its one chunk is always the same."""
+
+    def freeze(self) -> Frozen:
+        copy = ArrayStorage(self.capacity)
+        copy.arrays = {key: array.copy() for key, array in self.arrays.items()}
+        return Live(copy, "all rows" if self.arrays else None)
 
 
 class SharesItsState(ArrayStorage):
@@ -307,6 +320,7 @@ BROKEN: list[tuple[type[Storage], str]] = [
     (Shrinks, "gather_nbytes grows"),
     (FrozenIsLive, "what was frozen stays"),
     (LoadsAtOnce, "load_rows changes nothing until"),
+    (NeverChanges, "chunks of the same identity"),
     (IgnoresDamage, "load_rows refuses chunks"),
     (SharesItsState, "memory of its own|what was frozen stays"),
     (SavesLess, "what was frozen stays|load_state_dict brings"),
