@@ -10,36 +10,26 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 
-from asyncbuf._ingest.admission import Admission
-from asyncbuf._ingest.write_path import WritePath
-from asyncbuf._prefetch.prefetch import Prefetch
+from asyncbuf._assembly import Assembly
 from asyncbuf._prefetch.queue import EpochCursor
-from asyncbuf._prefetch.transforms import TransformChain
-from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.async_only import AsyncOnly
-from asyncbuf._runtime.lifecycle import Lifecycle, State
-from asyncbuf._runtime.reentry import ReentryGuard
-from asyncbuf._runtime.threads import Threads
-from asyncbuf._table.gate import HistoryGate
-from asyncbuf._table.table import Table
+from asyncbuf._runtime.lifecycle import State
+from asyncbuf._runtime.reentry import current_job
 from asyncbuf.batch import DataT_co
-from asyncbuf.checkpoint.buffer_state import BufferState, Config
 from asyncbuf.checkpoint.methods import SnapshotMethods
-from asyncbuf.checkpoint.snapshotter import Snapshotter
 from asyncbuf.config import BufferConfig
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.stats import BufferStats
 from asyncbuf.stream import BatchStream
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
-    from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.batch import Batch
     from asyncbuf.config import Transform
     from asyncbuf.limiter import Limiter
     from asyncbuf.sampler import Sampler
+    from asyncbuf.stats import BufferStats
     from asyncbuf.storage import Storage
     from asyncbuf.writer import Writer
 
@@ -68,8 +58,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
             with ``state_dict`` and ``load_state_dict`` sees the batches in order, one at a time (a module only if its
-            ``state_dict`` is not empty). A transform should return new tensors: what it changes in place, a retry after
-            a failure gets changed.
+            ``state_dict`` is not empty). A transform may change the data in place: it gets a copy of its own, and a
+            second try gets another. One that waits for anything should be async; none may wait for this buffer.
         collate_fn: makes batched data of what the storage gathered (of ``ListStorage``: a list of items).
         device: where the tensors of a batch go in the end; None leaves them on the CPU.
         pin_memory: whether they go through page-locked memory; needs an accelerator.
@@ -111,51 +101,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             pin_memory=pin_memory,
             generator=generator,
         )
-        self._sampler, self._writer, self._generator = config.sampler, config.writer, config.generator
-        self._batch_size, self._prefetch, self._workers = config.batch_size, config.prefetch, config.workers
-        self._storage = storage
-        # Those in line, those being made, and those that consumers work on.
-        storage.expect(self._prefetch + self._workers + 2)
-        self._gate = HistoryGate()
-        self._table = Table(storage, self._writer, self._sampler, config.limiter, self._generator)
-        guard = self._guard = ReentryGuard()
-        chain = TransformChain(
-            config.collate,
-            config.transforms,
-            foreign_collate=collate_fn is not None,
-            takes_items=storage.needs_collate,
-            device=config.device,
-            pin_memory=config.pin_memory,
-            combine=self._sampler.combine if "combine" in self._sampler.hooks else None,
-            guard=guard,
-        )
-        self._life = Lifecycle()
-        self._threads = Threads(self._workers)
-        admission = self._admission = Admission(self._table) if config.limiter.holds_writers else None
-        prefetching = Prefetch(
-            self._table,
-            chain,
-            self._gate,
-            self._threads,
-            self._life,
-            batch_size=self._batch_size,
-            depth=self._prefetch,
-            workers=self._workers,
-            refuse=() if admission is None else (admission.refuse,),
-            went_on=None if admission is None else admission.changed,
-        )
-        self._queues = prefetching.queues
-        self._drawer = prefetching.drawer
-        self._fetcher = prefetching.fetcher
-        self._pipeline = prefetching.pipeline
-        self._background = prefetching.background
-        self._writes = WritePath(
-            self._table, self._gate, self._threads, admission, self._life, self._drawer, self._background.fail
-        )
-        state = BufferState(self._table, chain, Config(self._batch_size, self._prefetch))
-        self._snapshots = Snapshotter(state, prefetching.standstill, self._gate, guard)
-        self._freezer = self._snapshots.freezer
-        self._arguments = config.arguments
+        self._config = config
+        self._arguments, self._generator = config.arguments, config.generator
+        parts = self._parts = Assembly(config)
+        self._storage, self._table, self._life = config.storage, parts.table, parts.life
+        self._gate, self._guard, self._writes = parts.gate, parts.guard, parts.writes
+        self._pipeline, self._freezer, self._snapshots = parts.pipeline, parts.freezer, parts.snapshots
 
     async def open(self) -> Self:
         """Start the background work. A closed buffer may be opened again: it goes on where it was.
@@ -166,10 +117,10 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         Raises:
             AsyncBufError: it is open already, or is still being closed.
         """
-        self._recover()
+        self._parts.recover()
         self._life.opened()
         try:
-            await self._background.open()
+            await self._parts.background.open()
         except BaseException:
             await self.aclose()
             raise
@@ -186,13 +137,13 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         Raises:
             TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
         """
-        self._recover()
+        self._parts.recover()
         if self._life.is_idle:
             return
         self._life.check_loop()
-        self._check_caller("aclose")
-        self._background.begin_close()
-        if not await self._background.closed(timeout):
+        self._guard.check_close()
+        self._parts.background.begin_close()
+        if not await self._parts.background.closed(timeout):
             raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
 
     async def __aenter__(self) -> Self:
@@ -207,24 +158,16 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     def __del__(self) -> None:
         """Complain about a buffer that was dropped while it was open, and end its background work."""
-        life: Lifecycle | None = getattr(self, "_life", None)
+        life = getattr(self, "_life", None)
         if life is None or life.state is not State.OPEN or life.loop is None or life.loop.is_closed():
             return
-        life.loop.call_soon_threadsafe(self._background.begin_close)
+        life.loop.call_soon_threadsafe(self._parts.background.begin_close)
         warnings.warn(f"{self!r} was dropped while it was open", ResourceWarning, source=self, stacklevel=2)
-
-    def _recover(self) -> None:
-        """Close a buffer whose event loop was closed under it."""
-        if self._life.is_orphaned:
-            self._background.abandon()
-            if self._admission is not None:
-                self._admission.forget()
-        self._freezer.recover()
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         """Give every other coroutine a turn, then ask: a loop of calls that never have to wait starves nobody."""
         if self._life.loop is not asyncio._get_running_loop():
-            self._recover()
+            self._parts.recover()
             self._life.check_loop()
         if self._freezer.frozen is not None and not within_frozen:
             self._freezer.refuse_within()
@@ -271,21 +214,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         stored.
         """
         await self._turn()
-        await self._gate.apply(self._finish, exclusive=False)
-
-    def _finish(self) -> None:
-        self._drawer.finish()
-        if self._admission is not None:
-            self._admission.refuse(functools.partial(BufferClosedError, "finish() was called: no more items are taken"))
+        await self._gate.apply(self._parts.finish, exclusive=False)
 
     async def empty(self) -> None:
         """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
         await self._turn()
-        await self._gate.apply(self._clear, exclusive=True)
-
-    def _clear(self) -> None:
-        self._table.clear()
-        self._drawer.flush()
+        await self._gate.apply(self._parts.clear, exclusive=True)
 
     async def remove(self, batch_or_indices: Batch[Any] | Any) -> int:
         """Remove items before they are overwritten. Their rows are free for the next items.
@@ -341,27 +275,18 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             TypeError, ValueError: no such batch size is possible.
             WrongLoopError: the buffer belongs to another event loop.
         """
-        self._check_caller("sample")
+        if current_job() is not None:
+            self._guard.check("sample", batch_size in (None, self._config.batch_size))
         await self._turn()
         queue = self._pipeline.main_queue
         if queue is None or batch_size is not None:
-            queue = self._queue(batch_size)
+            queue = self._parts.queue(batch_size)
         batch = self._pipeline.take_now(queue)
         if batch is None:
-            with self._guard.waiting():
+            with self._guard.waiting("sample", queue is self._pipeline.main_queue):
                 batch = await self._pipeline.take(queue)
             assert batch is not None  # only a call for a certain pass gets none
         return batch
-
-    def _queue(self, batch_size: int | None) -> TicketQueue:
-        if batch_size is not None:
-            batch_size = count(batch_size, "batch_size", 1, example=256)
-            self._sampler.check(self.capacity, batch_size)
-        elif self._pipeline.main_queue is None:
-            raise ValueError("batch_size: expected one, because the buffer was made without; found None")
-        else:
-            return self._pipeline.main_queue
-        return self._pipeline.queue(batch_size)
 
     def __aiter__(self) -> BatchStream[DataT_co]:
         """``async for batch in buffer``: batches without end, until the buffer is closed or its data has run out."""
@@ -375,20 +300,21 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         Raises:
             TypeError: the sampler has no passes.
         """
-        if self._sampler.epoch is None:
-            raise TypeError(f"epoch: expected a sampler with passes, found {type(self._sampler).__name__}")
+        if self._config.sampler.epoch is None:
+            raise TypeError(f"epoch: expected a sampler with passes, found {type(self._config.sampler).__name__}")
         return BatchStream(functools.partial(self._next, EpochCursor()), is_finite=True)
 
     async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
         """The step of a ``BatchStream``: the next batch, or None at its end."""
-        self._check_caller("sample")
+        if current_job() is not None:
+            self._guard.check("sample", True)
         await self._turn()
-        queue = self._queue(None)
+        queue = self._parts.queue(None)
         batch = self._pipeline.take_now(queue, cursor)
         if batch is not None:
             return batch
         try:
-            with self._guard.waiting():
+            with self._guard.waiting("sample", True):
                 return await self._pipeline.take(queue, cursor)
         except BufferClosedError:
             if self._life.state is State.NEW:
@@ -402,7 +328,9 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             Its number; None if no ticket is in line.
         """
         await self._turn()
-        return await self._gate.apply(functools.partial(self._drawer.skip, self._queue(None)), exclusive=False)
+        return await self._gate.apply(
+            functools.partial(self._parts.drawer.skip, self._parts.queue(None)), exclusive=False
+        )
 
     async def flush(self) -> int:
         """Drop every ticket that was drawn ahead; the next batches are drawn from what is stored then.
@@ -411,7 +339,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             How many were dropped.
         """
         await self._turn()
-        return await self._gate.apply(self._drawer.flush, exclusive=False)
+        return await self._gate.apply(self._parts.drawer.flush, exclusive=False)
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
@@ -427,12 +355,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     @property
     def write_count(self) -> int:
         """Number of items ever written, overwritten ones included."""
-        return self._writer.write_count
+        return self._table.write_count
 
     @property
     def batch_size(self) -> int | None:
         """Number of items of a batch; None if each call says its own."""
-        return self._batch_size
+        return self._config.batch_size
 
     @property
     def generator(self) -> torch.Generator:
@@ -441,42 +369,19 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     def stats(self) -> BufferStats:
         """Counters, at this moment."""
-        queues, fetcher, counts = self._queues, self._fetcher, self._queues.counts
-        return BufferStats(
-            size=len(self),
-            capacity=self.capacity,
-            write_count=self.write_count,
-            drawn=counts.drawn,
-            delivered=counts.delivered,
-            dropped=counts.dropped,
-            queued=queues.queued,
-            in_flight=queues.in_flight,
-            waiting_consumers=queues.waiting,
-            waiting_writers=self._gate.waiting_writers + (0 if self._admission is None else self._admission.waiting),
-            peak_queued=counts.peak_queued,
-            gather_seconds=fetcher.gather_seconds,
-            wait_seconds=counts.wait_seconds,
-            retries=counts.retries,
-            inline_gathers=fetcher.inline_gathers,
-            thread_gathers=fetcher.thread_gathers,
-            stale_priorities=self._table.stale_priorities,
-        )
+        return self._parts.stats()
 
     def why_blocked(self) -> str:
         """In words, what waiting consumers and writers wait for, or what the last consumer that gave up waited for."""
-        reasons = self._freezer.blocked(self._queues.waiting, self._pipeline.blocked)
-        if self._admission is not None:
-            reasons += self._admission.blocked()
-        if reasons:
-            return "; ".join(reasons)
-        last = self._pipeline.gave_up
-        return "nobody waits" if last is None else f"nobody waits now; when a call last gave up, {last}"
+        return self._parts.why_blocked()
 
     def __repr__(self) -> str:
         """The state in one line."""
+        config = self._config
         return (
-            f"<ReplayBuffer {self._life.state.value} {len(self)}/{self.capacity} items, batch_size={self._batch_size}, "
-            f"prefetch={self._prefetch}, workers={self._workers}, {type(self._sampler).__name__}>"
+            f"<ReplayBuffer {self._life.state.value} {len(self)}/{self.capacity} items, "
+            f"batch_size={config.batch_size}, prefetch={config.prefetch}, workers={config.workers}, "
+            f"{type(config.sampler).__name__}>"
         )
 
 

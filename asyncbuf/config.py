@@ -124,9 +124,8 @@ def _sampler(value: Any) -> Sampler:
     if value is None:
         return RandomSampler()
     sampler: Sampler = instance_of(value, Sampler, "sampler", example="RandomSampler()")
-    kind = type(sampler)
-    if kind.state_dict is not Sampler.state_dict and kind.load_state_dict is Sampler.load_state_dict:
-        raise TypeError(f"{kind.__name__}: expected load_state_dict beside its state_dict, found none")
+    if "state_dict" in sampler.hooks and "load_state_dict" not in sampler.hooks:
+        raise TypeError(f"{type(sampler).__name__}: expected load_state_dict beside its state_dict, found none")
     return sampler
 
 

@@ -139,7 +139,7 @@ def transform_clock(monkeypatch: pytest.MonkeyPatch) -> TransformClock:
 @pytest.fixture
 def transforms_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sync transform is ever so quick that it leaves its thread."""
-    monkeypatch.setattr("asyncbuf._prefetch.transforms.INLINE_SECONDS", -1.0)
+    monkeypatch.setattr("asyncbuf._prefetch.pace.INLINE_SECONDS", -1.0)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:

@@ -136,6 +136,9 @@ class Admission:
         """The table has changed: those that wait may be admitted now, in their order."""
         while self._waiting:
             writer = next(iter(self._waiting))
+            if writer.wake.done():
+                del self._waiting[writer]  # cancelled: it has not been told yet
+                continue
             try:
                 if not self._may_write(writer.items):
                     return

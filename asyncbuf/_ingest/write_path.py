@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
+from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
 from asyncbuf._table import checks
@@ -49,6 +51,9 @@ class WritePath:
         life: that of the buffer.
         draws: told of changes; says whether no more items are taken.
         fail: ends the background work of an open buffer with an error.
+
+    Attributes:
+        last_writer: the task that wrote last.
     """
 
     def __init__(
@@ -69,7 +74,10 @@ class WritePath:
         self._life = life
         self._draws = draws
         self._fail = fail
+        self.last_writer = LastWriter()
         self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
+        # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
+        self._asks_others = table.asks_others_to_write
 
     async def write(self, prepare: Prepare, items: Any) -> Placement:
         """Write items: all of them or, with an error, none.
@@ -82,6 +90,7 @@ class WritePath:
             Where they went.
         """
         self.check_writable()
+        self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
             return await self._write_admitted(self._admission, prepared, prepare, items)
@@ -107,25 +116,39 @@ class WritePath:
             return self._write_here(self._confirmed(prepared, prepare, items), grant)
 
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
+        if self._asks_others:
+            placement = shielded(self._write_rows, prepared, grant)
+        else:
+            placement = self._write_rows(prepared, grant)
+        self._draws.table_changed()
+        return placement
+
+    def _write_rows(self, prepared: Prepared, grant: Grant | None) -> Placement:
         placement = self._table.place(prepared.count)
-        event = self._table.check_write(placement, prepared)
+        event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
         return placement
 
+    def _place(self, prepared: Prepared) -> tuple[Placement, WriteEvent | None]:
+        placement = self._table.place(prepared.count)
+        return placement, self._table.check_write(placement, prepared) if self._table.has_write_events else None
+
     async def _write_in_thread(
         self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None
     ) -> Placement:
-        async with self._gate.turn(exclusive=True):
-            prepared = self._confirmed(prepared, prepare, items)
-            placement = self._table.place(prepared.count)
-            event = self._table.check_write(placement, prepared)
-            copied = self._threads.copy(self._storage.write, prepared, placement.runs)
-            cancelled = await finish(copied)
-            copied.result()
-            self._commit(placement, event, grant)
-        if self._life.is_idle:
-            self._threads.abandon()  # nobody would end them later
+        try:
+            async with self._gate.turn(exclusive=True):
+                prepared = self._confirmed(prepared, prepare, items)
+                placement, event = shielded(self._place, prepared)
+                copied = self._threads.copy(self._storage.write, prepared, placement.runs)
+                cancelled = await finish(copied)
+                copied.result()
+                shielded(self._commit, placement, event, grant)
+                self._draws.table_changed()
+        finally:
+            if self._life.is_idle:
+                self._threads.abandon()  # nobody would end them later
         try:
             if cancelled is not None:
                 raise cancelled
@@ -139,7 +162,10 @@ class WritePath:
         return prepared if self._storage.is_current(prepared) else prepare(items)
 
     def _commit(self, placement: Placement, event: WriteEvent | None, grant: Grant | None) -> None:
-        self._table.commit(placement)
+        try:
+            self._table.commit(placement)
+        except BaseException as error:
+            self._broken(error, "the items were written, but the writer did not take that")
         if grant is not None and self._admission is not None:
             self._admission.end(grant)
         if self._tells_sampler:
@@ -147,7 +173,6 @@ class WritePath:
                 self._table.wrote(placement, event)
             except BaseException as error:
                 self._broken(error, "the items were written, but the sampler did not take that")
-        self._draws.table_changed()
 
     def _broken(self, error: BaseException, what: str) -> NoReturn:
         """A part has raised where it must not: its state does not go with the rows any more."""

@@ -127,12 +127,12 @@ class Drawer:
         is_urgent = bool(queue.waiters)
         queue.append(entry)
         self._counts.peak_queued = max(self._counts.peak_queued, self._queues.queued)
-        if self._went_on is not None:
-            self._went_on()
         if error is None:
             self._fetcher.make(entry, queue.offload, is_urgent=is_urgent)
         else:
             self._fetcher.fail(entry, error)
+        if self._went_on is not None:
+            self._went_on()
 
     def retry_first(self, queue: TicketQueue) -> None:
         """Try a ticket again whose failure a consumer has seen."""

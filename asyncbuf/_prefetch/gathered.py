@@ -10,11 +10,12 @@ import torch
 
 from asyncbuf._plain.tree import map_leaves
 from asyncbuf._prefetch.containers import ATOMS, is_tensor_collection, kind_of
-from asyncbuf.batch import Draw
 from asyncbuf.errors import SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from asyncbuf.batch import Draw
 
 
 class Gathered:

@@ -234,6 +234,14 @@ class Pipeline:
         self._held = False
         self._queues.notify(is_stuck=self._fetcher.stuck is not None)
 
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether consumers wait for a draw that is not possible yet."""
+        return any(
+            queue.waiters and not queue.entries and self._table.may_draw(queue.batch_size) is not True
+            for queue in self._queues
+        )
+
     def blocked(self) -> list[str]:
         """In words, what each queue that has waiting consumers waits for."""
         return [self._blocked(queue) for queue in self._queues if queue.waiters]

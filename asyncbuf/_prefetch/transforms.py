@@ -27,6 +27,8 @@ from asyncbuf._runtime.threads import Threads, finish
 from asyncbuf.sampler.base import Sampler
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from asyncbuf.batch import Draw
@@ -158,12 +160,13 @@ class TransformChain:
         """Whether a ticket has come to the end of the chain."""
         return progress.step == len(self.steps) and progress.pending is None and type(progress.data) is not Gathered
 
-    def run_here(self, data: Any, seed: int) -> Partial:
+    def run_here(self, data: Any, seed: int, queue: object = None) -> Partial:
         """Run a quick chain on the event loop.
 
         Args:
             data: the gathered rows. They stay as they are.
             seed: the seed of the ticket.
+            queue: where the ticket stands, for the guard.
 
         Returns:
             The end of the chain; or, if it has not come to that, where ``run`` must go on.
@@ -171,7 +174,7 @@ class TransformChain:
         gathered = Partial(0, data)
         if self.is_done(gathered):
             return gathered
-        job = Job(self._guard)
+        job = Job(self._guard, queue)
         start = time.perf_counter()
         try:
             step, result = job.run(without_loop, self._run_unit, gathered, seed)
@@ -186,7 +189,9 @@ class TransformChain:
         self._pace.note(seconds, seconds)
         return Partial(step, result)
 
-    async def run(self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None]) -> None:
+    async def run(
+        self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None], queue: object = None
+    ) -> None:
         """Run what is left of the chain, sync functions in a thread.
 
         Args:
@@ -194,6 +199,7 @@ class TransformChain:
             seed: the seed of the ticket.
             threads: where sync functions run.
             keep: is told how far the ticket has come, before anything else can happen.
+            queue: where the ticket stands, for the guard.
         """
         pending, copied = progress.pending, _NOT_COPIED
         if pending is not None:
@@ -201,13 +207,15 @@ class TransformChain:
             keep(progress)  # a second try starts again from the data
         while pending is not None or not self.is_done(progress):
             if pending is None and self._is_sync(progress):
-                stretch = await self._in_thread(progress, seed, threads, keep)
-                progress, pending, copied = stretch.progress, stretch.pending, stretch.copied
+                future = threads.transform(self._run_sync, progress, seed, queue)
+                progress, pending, copied = await self._kept(future, progress, keep)
                 continue
             if pending is not None:
                 progress = await self._awaited(pending)
             else:
-                progress = await self._run_async(progress, seed, threads, copied)
+                data = await _copied(progress.data, threads) if copied is _NOT_COPIED else copied
+                progress = await self._run_async(progress.step, data, seed, queue)
+                del data  # it may be large, and is the function's alone
             pending, copied = None, _NOT_COPIED
             keep(progress)
 
@@ -217,11 +225,10 @@ class TransformChain:
         """Whether there is anything to do before the next async function."""
         return progress.step < self._ends[progress.step] or type(progress.data) is Gathered
 
-    async def _in_thread(
-        self, progress: Partial, seed: int, threads: Threads, keep: Callable[[Partial], None]
-    ) -> _Stretch:
-        """Run sync functions in a thread. What it has done is kept, even if it failed or the task was cancelled."""
-        future = threads.transform(self._run_sync, progress, seed)
+    async def _kept(
+        self, future: Future[_Stretch], progress: Partial, keep: Callable[[Partial], None]
+    ) -> tuple[Partial, Pending | None, Any]:
+        """Wait for a thread. What it has done is kept, even if it failed or the task was cancelled."""
         cancelled = await finish(future)
         try:
             stretch = future.result()
@@ -235,27 +242,28 @@ class TransformChain:
                 del error
         finally:
             del cancelled  # the error holds this frame, which must not hold the error
-        return stretch
+        return stretch.progress, stretch.pending, stretch.copied
 
-    def _run_sync(self, progress: Partial, seed: int) -> _Stretch:
+    def _run_sync(self, progress: Partial, seed: int, queue: object) -> _Stretch:
         """Run units up to the next async function, or to a function that returns an awaitable. In a thread."""
         stretch = _Stretch(progress)
-        job = Job(self._guard)
+        job = Job(self._guard, queue, in_thread=True)
         start, at_work = time.perf_counter(), time.thread_time()
         try:
-            while self._is_sync(stretch.progress):
+            while self._is_sync(stretch.progress) and stretch.pending is None:
                 step, result = job.run(self._run_unit, stretch.progress, seed)
                 if isinstance(result, Awaitable):
                     stretch.pending = Pending(step, result, job)
-                    break
-                stretch.progress = Partial(step, result)
-            else:
+                else:
+                    stretch.progress = Partial(step, result)
+            if stretch.pending is None:
                 self._pace.note(time.perf_counter() - start, time.thread_time() - at_work)
                 if not self.is_done(stretch.progress):
                     stretch.copied = private(stretch.progress.data)
         except Exception as error:
             stretch.error = error
-        job.is_over = stretch.pending is None
+        finally:
+            job.in_thread, job.is_over = False, stretch.pending is None
         if stretch.pending is not None or job.called_out:
             self._may_be_quick = False  # on the event loop, it would wait for the event loop
         return stretch
@@ -315,19 +323,8 @@ class TransformChain:
 
     # -- async functions -----------------------------------------------------------------------------------------------
 
-    async def _run_async(self, progress: Partial, seed: int, threads: Threads, copied: Any) -> Partial:
-        """Run an async function.
-
-        Args:
-            progress: where the ticket is.
-            seed: the seed of the ticket.
-            threads: where a large copy is made.
-            copied: the private copy, if there is one already.
-        """
-        if copied is _NOT_COPIED:
-            copied = await _copied(progress.data, threads)
-        step = self.steps[progress.step]
-        return Partial(progress.step + 1, await Job(self._guard).wait(step.call, copied, seed))
+    async def _run_async(self, step: int, data: Any, seed: int, queue: object) -> Partial:
+        return Partial(step + 1, await Job(self._guard, queue).wait(self.steps[step].call, data, seed))
 
     async def _awaited(self, pending: Pending) -> Partial:
         step = self.steps[pending.step - 1]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import are_distinct
 from asyncbuf._plain.state import fields
 from asyncbuf._table.valid_rows import RowsAfterWrite, SparseRows
 from asyncbuf.errors import CheckpointCorruptError
@@ -52,33 +53,38 @@ class RowIndex:
 
     def rows_after(self, placement: Placement, write_count: int) -> Rows:
         """What there will be to draw from after a write."""
-        size = None if self.sparse is not None else _dense_size(self._size, placement.runs)
-        if size is not None:
+        if self.sparse is None and (size := _dense_size(self._size, placement.runs)) is not None:
             return Rows(size, self._capacity, write_count)
         before = SparseRows(self._capacity, self._size) if self.sparse is None else self.sparse
         added = before.missing(placement.rows)
         after = RowsAfterWrite(before, before.size, added)
         return Rows(before.size + len(added), self._capacity, write_count, after)
 
-    def wrote(self, placement: Placement, first: int) -> None:
-        """Rows were written.
+    def wrote(self, placement: Placement) -> None:
+        """Rows were written."""
+        runs = placement.runs
+        if self.sparse is not None:
+            self.sparse.add(placement.rows)
+        elif len(runs) == 1 and runs[0].row <= self._size:  # the short way, which most writes take
+            self._size = max(self._size, runs[0].row + runs[0].count)
+        elif (size := _dense_size(self._size, runs)) is not None:
+            self._size = size
+        else:
+            self._make_sparse().add(placement.rows)
+
+    def store_numbers(self, placement: Placement, first: int) -> None:
+        """Keep the item numbers of a write, if that is done here.
 
         Args:
             placement: where the items went.
             first: number of the first item that was handed in.
         """
-        if self.sparse is None:
-            size = _dense_size(self._size, placement.runs)
-            if size is None:
-                self._make_sparse().add(placement.rows)
-            else:
-                self._size = size
-        else:
-            self.sparse.add(placement.rows)
-        if self._numbers is not None:
-            for run in placement.runs:
-                start = first + run.item
-                self._numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
+        numbers = self._numbers
+        if numbers is None:
+            return
+        for run in placement.runs:
+            start = first + run.item
+            numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
 
     def remove(self, rows: Int64Array) -> None:
         """Valid rows leave, each of which is given once."""
@@ -106,8 +112,8 @@ class RowIndex:
 
     def _by_position(self) -> Int64Array:
         """The valid rows in the order of their positions: int64 ``[size]``."""
-        positions = torch.arange(self.size)
-        return (positions if self.sparse is None else self.sparse.at(positions)).numpy()
+        positions = np.arange(self.size)
+        return positions if self.sparse is None else self.sparse.at(torch.from_numpy(positions)).numpy()
 
     def state_dict(self) -> dict[str, Any]:
         """The valid rows by position, if there are gaps; the item numbers by position, if they are stored."""
@@ -129,7 +135,7 @@ class RowIndex:
             _int64(tensor, name) for tensor, name in zip(fields(state, "rows", **kinds), kinds, strict=True)
         )
         size = self._writer.size if valid is None else len(valid)
-        if size > self._capacity or (valid is not None and not _differ(valid, self._capacity)):
+        if size > self._capacity or (valid is not None and not are_distinct(valid, self._capacity)):
             raise CheckpointCorruptError(f"rows: expected at most {self._capacity} different rows, found others")
         if self._numbers is None and numbers is not None:
             raise CheckpointCorruptError("rows: expected no item numbers, because the writer computes them; found some")
@@ -148,7 +154,7 @@ class RowIndex:
         Raises:
             CheckpointCorruptError: a number occurs twice, or is not below the number of items written.
         """
-        if self._numbers is not None and not _differ(self._numbers[self._by_position()], rows.write_count):
+        if self._numbers is not None and not are_distinct(self._numbers[self._by_position()], rows.write_count):
             raise CheckpointCorruptError(f"rows: expected different item numbers below {rows.write_count}")
 
     def highest(self) -> int:
@@ -178,9 +184,3 @@ def _int64(tensor: torch.Tensor | None, name: str) -> Int64Array | None:
         raise CheckpointCorruptError(f"rows: expected {name} as int64 [n], found {tensor.dtype} {list(tensor.shape)}")
     found: Int64Array = tensor.detach().cpu().numpy()
     return found
-
-
-def _differ(values: Int64Array, limit: int) -> bool:
-    """Whether values differ from each other and are from 0 to ``limit - 1``."""
-    ordered = np.sort(values)
-    return not len(ordered) or bool(ordered[0] >= 0 and ordered[-1] < limit and (np.diff(ordered) > 0).all())

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import first_of_each
 from asyncbuf._runtime.shield import shielded
-from asyncbuf._runtime.torch_modes import Swapped, disturb_us
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import NO_COLUMNS, NotYet, WriteEvent
+from asyncbuf.rows import NO_COLUMNS, NotYet, Rows, WriteEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from asyncbuf.batch import Draw
     from asyncbuf.limiter import Limiter
-    from asyncbuf.rows import Answer, Int64Array, Placement, Rows
+    from asyncbuf.rows import Answer, Int64Array, Placement
     from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Writer
 
+T = TypeVar("T")
+
 _UNKNOWN = -1
+_NOT_YET = Rows(0, 0, 0)  # in a write event, until the rows are written
 
 
 class Table:
@@ -41,6 +45,7 @@ class Table:
 
     Attributes:
         limits: the limiter and its counters.
+        has_write_events: whether the sampler wants to see each write as a whole.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
 
     Raises:
@@ -56,6 +61,10 @@ class Table:
         self.sampler = sampler
         self.generator = generator
         self.limits = Limits(limiter)
+        self._checks_writes = "check_write" in sampler.hooks
+        self._tells_events = "wrote" in sampler.hooks
+        self._tells_rows = "written" in sampler.hooks
+        self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
         self._index = RowIndex(storage.capacity, writer)
@@ -64,7 +73,7 @@ class Table:
         self._open_for = _UNKNOWN
         self._asks_sampler = "may_draw" in sampler.hooks
         self._answer_holds = not limiter.counts_draws and not (self._asks_sampler and sampler.counts_draws)
-        self._makes_events = not sampler.hooks.isdisjoint(("check_write", "wrote"))
+        self._counts_items = not (writer.trusted and writer.computes_numbers)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -84,7 +93,7 @@ class Table:
     @property
     def write_count(self) -> int:
         """Number of items ever written."""
-        return self.writer.write_count
+        return (self._rows or self.rows).write_count
 
     @property
     def listens_to_hand_over(self) -> bool:
@@ -102,7 +111,17 @@ class Table:
         gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
         return gone
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+    def _call(self, method: Callable[..., T], *args: object) -> T:
+        """Call a method of the sampler; of one that is not ours in plain modes and an empty context."""
+        return method(*args) if self.sampler.trusted else shielded(method, *args)
+
+    # -- writing: in plain modes and an empty context, unless every part that is asked is ours ------------------------
+
+    @property
+    def asks_others_to_write(self) -> bool:
+        """Whether a part that takes part in writing is not ours."""
+        listens = self.has_write_events or self._tells_rows
+        return not self.writer.trusted or (listens and not self.sampler.trusted)
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -115,38 +134,41 @@ class Table:
             checks.placement(placement, count, self._capacity, type(self.writer).__name__)
         return placement
 
-    def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent | None:
+    def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent:
         """Ask the sampler whether items may be written. Changes nothing; an error refuses them.
 
         Returns:
-            What the sampler is told when they are written; None if it does not listen.
+            What the sampler is told when they are written.
         """
-        if not self._makes_events:
-            return None
-        sampler, first = self.sampler, self.writer.write_count
-        columns = self.storage.columns(prepared, sampler.columns) if sampler.columns else NO_COLUMNS
-        event = WriteEvent(placement, first, self.rows, columns)
-        if "check_write" in sampler.hooks:
-            event.table = self._index.rows_after(placement, first + placement.offered)
-            sampler.check_write(event)
+        paths, first = self.sampler.columns, self.writer.write_count
+        columns = self.storage.columns(prepared, paths) if paths else NO_COLUMNS
+        if not self._checks_writes:
+            return WriteEvent(placement, first, _NOT_YET, columns)
+        event = WriteEvent(placement, first, self._index.rows_after(placement, first + placement.offered), columns)
+        self.sampler.check_write(event)
         return event
 
     def commit(self, placement: Placement) -> None:
         """Make rows valid that were written."""
-        first = self.writer.write_count
-        self.writer.commit(placement, self._capacity)
-        if not self.writer.trusted:
+        if self._counts_items:
+            first = self.writer.write_count
+            self.writer.commit(placement, self._capacity)
             checks.write_count(self.writer.write_count, first + placement.offered, type(self.writer).__name__)
-        self._index.wrote(placement, first)
-        self.changed()
+            self._index.store_numbers(placement, first)
+        else:
+            self.writer.commit(placement, self._capacity)
+        self._index.wrote(placement)
+        self._rows = None
+        self._open_for = _UNKNOWN
 
     def wrote(self, placement: Placement, event: WriteEvent | None) -> None:
         """Tell the sampler of rows that were written. An error leaves it in a state that does not go with the rows."""
-        if event is not None:
+        if event is not None and self._tells_events:
+            if self._checks_writes and self._index.sparse is None:
+                self._rows = event.table  # as it was to be
             event.table = self.rows
-            if "wrote" in self.sampler.hooks:
-                self.sampler.wrote(event)
-        if "written" in self.sampler.hooks:
+            self.sampler.wrote(event)
+        if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
 
     def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
@@ -156,18 +178,20 @@ class Table:
             rows: rows of the storage; those that are not valid are left out.
             write_count: number of items written when they were drawn: those that were replaced since are left out.
         """
-        _, firsts = np.unique(rows, return_index=True)
-        rows = rows[np.sort(firsts)]  # each once, in the order in which they were given
+        rows = first_of_each(rows)
         rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
         if not len(rows):
             return 0
         self._index.remove(rows)
         self.changed()
+        shielded(self._tell_removed, rows)
+        return len(rows)
+
+    def _tell_removed(self, rows: Int64Array) -> None:
         self.writer.removed(torch.from_numpy(rows.copy()), self._capacity)
         self.storage.release(torch.from_numpy(rows.copy()))
         if "removed" in self.sampler.hooks:
             self.sampler.removed(torch.from_numpy(rows), self.rows)
-        return len(rows)
 
     def clear(self) -> None:
         """Forget every item."""
@@ -186,7 +210,7 @@ class Table:
         rows = self.rows
         answer = self.limits.may_draw(rows, batch_size)
         if answer and self._asks_sampler:
-            answer = self.sampler.may_draw(rows, batch_size)
+            answer = self._call(self.sampler.may_draw, rows, batch_size)
         if answer and not rows.size:
             answer = NotYet("no item is stored")
         if answer and self._answer_holds:
@@ -202,7 +226,7 @@ class Table:
         """
         sampler, limits = self.sampler, self.limits
         if sampler.trusted:
-            if disturb_us():
+            if (is_inference_on() or dispatch_modes() or function_modes()) and disturb_us():
                 with Swapped():
                     return self.draw(batch_size)
             draw = sampler.draw(self.rows, batch_size, self.generator)
@@ -224,14 +248,15 @@ class Table:
         Returns:
             How many rows left.
         """
-        leaving = self.sampler.handed_over(draw)
+        leaving = self._call(self.sampler.handed_over, draw)
         if leaving is None:
             return 0
         return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
 
     def dropped(self, draw: Draw) -> None:
         """Nobody gets the batch of a draw."""
-        self.sampler.dropped(draw)
+        if "dropped" in self.sampler.hooks:
+            self._call(self.sampler.dropped, draw)
 
     def update_priority(
         self, indices: Any, priority: Any, write_count: int | None = None, *, is_batch: bool = False
@@ -249,6 +274,9 @@ class Table:
             ValueError: indices and priorities differ in number, or a priority is not finite.
             IndexError: an index is not a row of the storage.
         """
+        shielded(self._update_priority, indices, priority, write_count, is_batch)
+
+    def _update_priority(self, indices: Any, priority: Any, write_count: int | None, is_batch: bool) -> None:
         rows = checks.row_numbers(indices, self._capacity, "indices")
         value = checks.priorities(priority, len(rows), is_batch=is_batch)
         if write_count is not None:

@@ -12,6 +12,7 @@ from asyncbuf._plain.state import fields, same
 from asyncbuf._prefetch.tickets import Tickets
 from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from asyncbuf.storage.frozen import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,7 +211,7 @@ class RestorePlan:
                 state["prefetch"], live.config.depth, steps=live.steps, capacity=storage.capacity, elastic=elastic
             )
         self._row_count = storage.rows_in(meta)
-        self._make_rows_live = storage.load_rows(meta, rows.chunks())
+        self._make_rows_live = storage.load_rows(meta, tensors_of(rows))
 
     def _match(self, state: dict[str, Any], *, elastic: bool) -> None:
         """Compare parts, kinds and settings."""

@@ -248,7 +248,7 @@ class Freezer:
         self._asked[standing] = None
         start = standing.loop.time()
         try:
-            with self._guard.waiting():
+            with self._guard.waiting(what):
                 await self._come_to_rest(standing, start, timeout, meanwhile)
         except BaseException:
             self.let_go(standing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -10,7 +11,7 @@ from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolut
 from asyncbuf._plain.codec import join, split
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
-from asyncbuf.storage.frozen import InMemoryRows
+from asyncbuf.storage.frozen import Chunk, InMemoryRows, tensors_of
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +43,7 @@ class Snapshot:
 
         ``torch.save`` writes it, and ``torch.load`` reads it with its safe default.
         """
-        storage = {"meta": self._storage.meta, "chunks": list(self._storage.chunks())}
+        storage = {"meta": self._storage.meta, "chunks": list(tensors_of(self._storage))}
         return copied({**self._state, "storage": storage})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class Snapshot:
     @classmethod
     def _load(cls, path: str | os.PathLike[str]) -> Self:
         snapshot = cls.open(path)
-        return cls(snapshot._state, InMemoryRows(snapshot._storage.meta, snapshot._storage.chunks()))
+        return cls(snapshot._state, InMemoryRows(snapshot._storage.meta, tensors_of(snapshot._storage)))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -125,7 +126,7 @@ class Snapshot:
             What JSON can hold, for ``read``.
         """
         for number, chunk in enumerate(self._storage.chunks()):
-            writer.write(f"{prefix}storage/{number:05}.safetensors", chunk)
+            writer.write(f"{prefix}storage/{number:05}.safetensors", chunk.tensors)
         document = dict(self._state)
         document["storage"] = self._storage.meta
         for part in (*parts_of(document), "storage"):
@@ -177,9 +178,9 @@ class _OnDisk:
         self._reader = reader
         self._part = part
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+    def chunks(self) -> Iterator[Chunk]:
         """Reads and checks one file after the other."""
-        return self._reader.read_all(self._part)
+        return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._reader.read_all(self._part))
 
 
 def checked(state: Any) -> dict[str, Any]:

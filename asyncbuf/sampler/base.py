@@ -24,6 +24,8 @@ _HOOKS = {
     "handed_over",
     "dropped",
     "combine",
+    "state_dict",
+    "load_state_dict",
 }
 
 

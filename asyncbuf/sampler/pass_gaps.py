@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import are_distinct
 from asyncbuf.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class PassGaps:
         """
         members = np.arange(self._length)
         rows = self.rows_of(members)
+        if not are_distinct(rows, table.capacity):
+            raise CheckpointCorruptError(f"{name}: expected a pass over different rows below {table.capacity}")
         members = members[~table.contains(torch.from_numpy(rows)).numpy()]
         places = members if order is None else order.positions_of(members)
         lost = members[(places >= position) & ~self._gone[members]]

@@ -1,9 +1,9 @@
 """Where items live."""
 
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
-from asyncbuf.storage.frozen import Frozen
+from asyncbuf.storage.frozen import Chunk, Frozen
 from asyncbuf.storage.leaf import Field
 from asyncbuf.storage.list import ListStorage
 from asyncbuf.storage.tensor import TensorStorage
 
-__all__ = ["Field", "Frozen", "GatherJobs", "ListStorage", "Prepared", "Runs", "Storage", "TensorStorage"]
+__all__ = ["Chunk", "Field", "Frozen", "GatherJobs", "ListStorage", "Prepared", "Runs", "Storage", "TensorStorage"]

@@ -32,20 +32,19 @@ def of_fields(fields: Sequence[Field], arrays: Sequence[Column], count: int, pat
     Raises:
         SchemaError: there is no such leaf.
     """
-    places = {field.path: place for place, field in enumerate(fields)}
-    if not places.keys() >= set(paths):
-        missing = [path for path in paths if path not in places]
-        raise SchemaError(f"expected items with {missing}, which the sampler asks for; found {list(places)}")
-    return {
-        path: _values(arrays[places[path]], fields[places[path]]).reshape(count, *fields[places[path]].shape)
-        for path in paths
-    }
+    columns = {}
+    for field, array in zip(fields, arrays, strict=True):
+        if field.path in paths:
+            values = _values(array, field) if field.is_carried else array
+            columns[field.path] = values if values.ndim > len(field.shape) else values.reshape(count, *field.shape)
+    if len(columns) < len(set(paths)):
+        missing, there = [path for path in paths if path not in columns], [field.path for field in fields]
+        raise SchemaError(f"expected items with {missing}, which the sampler asks for; found {there}")
+    return columns
 
 
 def _values(bits: Column, field: Field) -> Column:
-    """Bits as values; of a dtype that numpy lacks as float32."""
-    if not field.is_carried:
-        return bits
+    """Bits of a dtype that numpy lacks as values, float32."""
     values: Column = field.typed(torch.from_numpy(bits)).to(torch.float32).numpy()
     return values
 
@@ -69,7 +68,8 @@ def _value(item: Any, path: str, where: str) -> Column:
         raise SchemaError(
             f"{where}: expected a number or tensor at {path!r}, which the sampler asks for; found {summary(leaf)}"
         ) from error
-    return bits if guessed else _values(bits, Field(path, dtype, bits.shape))
+    field = Field(path, dtype, bits.shape)
+    return _values(bits, field) if field.is_carried and not guessed else bits
 
 
 def _leaf(node: Any, path: str) -> Any:

@@ -2,18 +2,85 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
     from asyncbuf.rows import RowRange
     from asyncbuf.storage.layout import Records
 
-SEGMENT_BYTES = 1024 * 1024
+
+class Chunk:
+    """A piece of the contents of a storage.
+
+    Args:
+        identity: as the attribute.
+        read: makes the tensors.
+
+    Attributes:
+        identity: stands for the rows and what is in them. Another chunk of the same identity, from any other freeze,
+            has the same tensors. None if that is not known.
+    """
+
+    __slots__ = ("_read", "identity")
+
+    def __init__(self, identity: str | None, read: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self.identity = identity
+        self._read = read
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Named tensors ``[rows, ...]``. Made whenever this is asked for, so that nothing is read for nothing."""
+        return self._read()
+
+
+class ChunkVersions:
+    """Which rows were written since when, chunk by chunk: what ``Chunk.identity`` is made of.
+
+    Never pickled or copied with what it is about: a copy has contents, and identities, of its own.
+
+    Args:
+        rows: rows of a chunk; the first chunk begins at row 0.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._writes = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """All contents are other ones."""
+        self._token = secrets.token_hex(8)
+        self._last_write: dict[int, int] = {}
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Rows ``start`` to ``stop - 1`` are being written."""
+        self._writes = writes = self._writes + 1
+        first, last = start // self.rows, (stop - 1) // self.rows
+        self._last_write[first] = writes
+        for number in range(first + 1, last + 1):
+            self._last_write[number] = writes
+
+    def freeze(self, count: int) -> list[str]:
+        """The identities of the chunks of so many rows, as they are now."""
+        # A forked process has the same token, and writes of its own.
+        token, last = f"{self._token}-{os.getpid():x}", self._last_write
+        starts = range(0, count, self.rows)
+        return [
+            f"{token}-{start}-{min(start + self.rows, count)}-{last.get(number, 0)}"
+            for number, start in enumerate(starts)
+        ]
+
+    def __reduce__(self) -> tuple[type[ChunkVersions], tuple[int]]:
+        """A copy knows nothing yet."""
+        return ChunkVersions, (self.rows,)
 
 
 class Frozen(Protocol):
@@ -25,9 +92,8 @@ class Frozen(Protocol):
 
     meta: Any
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The contents, piece by piece, as named tensors. May be called from a thread, and more than once."""
-        ...
+    def chunks(self) -> Iterator[Chunk]:
+        """The contents, piece by piece. May be called from a thread, and more than once."""
 
 
 class InMemoryRows:
@@ -42,28 +108,33 @@ class InMemoryRows:
         self.meta = meta
         self._chunks = list(chunks)
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The contents."""
-        return iter(self._chunks)
+    def chunks(self) -> Iterator[Chunk]:
+        """The contents; whether they are those of some storage is not known."""
+        return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._chunks)
+
+
+def tensors_of(frozen: Frozen) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of each chunk, as ``Storage.load_rows`` takes them."""
+    return (chunk.tensors for chunk in frozen.chunks())
 
 
 class CopyOnWrite:
     """Rows of memory whose old contents are kept when they are overwritten.
 
-    Memory is divided into segments of about ``SEGMENT_BYTES``. Before a write touches a segment for the first time, the
+    Memory is divided into segments of about a megabyte. Before a write touches a segment for the first time, the
     segment is copied aside; readers take the copy where there is one and the live memory elsewhere. A lock is held for
     one segment at a time, so a write never waits for more than the copies that it causes.
 
     Args:
         blocks: records ``[rows]``, one array per block.
         rows: how many rows are kept, from row 0 on.
+        step: rows of a segment.
     """
 
-    def __init__(self, blocks: Sequence[Records], rows: int) -> None:
+    def __init__(self, blocks: Sequence[Records], rows: int, step: int) -> None:
         self._blocks = blocks
         self._rows = rows
-        widest = max((block.dtype.itemsize for block in blocks), default=1)
-        self._step = max(1, SEGMENT_BYTES // max(1, widest))
+        self._step = step
         self._lock = threading.Lock()
         self._kept: dict[int, list[Records]] = {}
 
@@ -76,9 +147,14 @@ class CopyOnWrite:
                     if segment not in self._kept:
                         self._kept[segment] = self._copied(segment)
 
-    def segments(self) -> Iterator[list[Records]]:
-        """The kept rows, segment by segment: a list of records ``[rows]``, one per block, that nobody writes to."""
-        for segment in range(-(-self._rows // self._step)):
+    def segments(self, start: int, stop: int) -> Iterator[list[Records]]:
+        """The kept rows of a range, segment by segment: records ``[rows]``, one per block, that nobody writes to.
+
+        Args:
+            start: the first row, where a segment begins.
+            stop: the row after the last one; a segment ends there, or all of them.
+        """
+        for segment in range(start // self._step, -(-min(stop, self._rows) // self._step)):
             with self._lock:
                 found = self._kept.get(segment) or self._copied(segment)
             yield found

@@ -145,8 +145,13 @@ def fit(field: Field, bits: np.ndarray[Any, Any], dtype: torch.dtype, guessed: b
         return bits
     if guessed and dtype is not torch.bool and field.dtype is not torch.bool and torch.can_cast(dtype, field.dtype):
         return _number(field, bits.item())
-    hint = misfits.of_dtype(field, bits, is_number=guessed)
-    raise SchemaError(f"{field.path}: expected dtype {field.dtype}, found {dtype}{hint}")
+    raise SchemaError(f"{field.path}: expected dtype {field.dtype}, found {dtype}{_hint(field, bits, guessed)}")
+
+
+def _hint(field: Field, bits: np.ndarray[Any, Any], guessed: bool) -> str:
+    if guessed:
+        return misfits.of_number(field.dtype, bits.item())
+    return misfits.of_dtype(field.dtype, None if field.is_carried else field.bits.name)
 
 
 def _in_range(value: complex, most: float) -> bool:

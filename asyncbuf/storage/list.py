@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from asyncbuf._runtime.own_memory import packed_memory
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage.base import Prepared, Storage
 from asyncbuf.storage.columns import of_items
+from asyncbuf.storage.frozen import Chunk, ChunkVersions, tensors_of
 from asyncbuf.storage.stacking import check_stackable, stacked
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ListStorage(Storage):
         super().__init__(capacity)
         self._items: list[Any] = []
         self._stacks = False
+        self._versions = ChunkVersions(_CHUNK_ITEMS)
 
     def prepare(self, items: Any) -> Prepared:
         """Check that the items are a sequence of items (list, tuple, tensor or array) with at least one in it."""
@@ -86,6 +89,7 @@ class ListStorage(Storage):
     def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         """Keep the items; the list grows up to the capacity."""
         for run in runs:
+            self._versions.wrote(run.row, run.row + run.count)
             self._items.extend([None] * (run.row - len(self._items)))
             self._items[run.row : run.row + run.count] = prepared.payload[run.item : run.item + run.count]
 
@@ -97,6 +101,7 @@ class ListStorage(Storage):
         """Let removed items go."""
         for row in rows.tolist():
             self._items[row] = None
+            self._versions.wrote(row, row + 1)
 
     def gather(self, indices: torch.Tensor) -> list[Any]:
         """The items themselves, in a list."""
@@ -126,7 +131,7 @@ class ListStorage(Storage):
     def state_dict(self) -> dict[str, Any]:
         """``chunks`` hold items from row 0 on: their structure as JSON in ``structure``, and their tensors."""
         frozen = self.freeze()
-        return {"meta": frozen.meta, "chunks": list(frozen.chunks())}
+        return {"meta": frozen.meta, "chunks": list(tensors_of(frozen))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents."""
@@ -134,7 +139,7 @@ class ListStorage(Storage):
 
     def freeze(self) -> Frozen:
         """Keeps references to the items as they are; an item must not be changed once it was handed in."""
-        return _FrozenItems(list(self._items))
+        return _FrozenItems(list(self._items), self._versions.freeze(len(self._items)))
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build the items beside the live ones."""
@@ -150,6 +155,7 @@ class ListStorage(Storage):
 
         def commit() -> None:
             self._items = items
+            self._versions.renew()
 
         return commit
 
@@ -164,32 +170,33 @@ class ListStorage(Storage):
     def __copy__(self) -> ListStorage:
         """Another storage of the same items."""
         copy = object.__new__(type(self))
-        vars(copy).update(vars(self), _items=list(self._items))
+        vars(copy).update(vars(self), _items=list(self._items), _versions=ChunkVersions(_CHUNK_ITEMS))
         return copy
 
     def clear(self) -> None:
         """Forget every item."""
         self._items.clear()
+        self._versions.renew()
 
 
 class _FrozenItems:
     """References to the items that were there."""
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any], identities: list[str]) -> None:
         self._items = items
+        self._identities = identities
         self.meta = {"items": len(items)}
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+    def chunks(self) -> Iterator[Chunk]:
         """Items, a thousand at a time."""
-        for start in range(0, len(self._items), _CHUNK_ITEMS):
-            part = self._items[start : start + _CHUNK_ITEMS]
-            plain = [encode(item, f"item {start + i}") for i, item in enumerate(part)]
-            document, tensors = split(plain)
-            text = json.dumps(document, allow_nan=False).encode()
-            yield {
-                _STRUCTURE: torch.frombuffer(bytearray(text), dtype=torch.uint8),
-                **tensors,
-            }
+        for number, identity in enumerate(self._identities):
+            yield Chunk(identity, functools.partial(self._tensors, number * _CHUNK_ITEMS))
+
+    def _tensors(self, start: int) -> dict[str, torch.Tensor]:
+        part = self._items[start : start + _CHUNK_ITEMS]
+        document, tensors = split([encode(item, f"item {start + i}") for i, item in enumerate(part)])
+        text = json.dumps(document, allow_nan=False).encode()
+        return {_STRUCTURE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
 
 
 def _items_of(chunk: dict[str, torch.Tensor]) -> list[Any]:

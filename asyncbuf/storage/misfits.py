@@ -9,17 +9,20 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
-    from asyncbuf.storage.leaf import Field
 
 ONE_ITEM = " (add() takes one item, without that axis)"
 
 
-def of_shapes(fields: Sequence[Field], leaves: Sequence[Any], *, batched: bool) -> str:
-    """For leaves that have the shapes of one item where several were expected, or the reverse."""
+def of_shapes(expected: Sequence[tuple[int, ...]], leaves: Sequence[Any], *, batched: bool) -> str:
+    """For leaves that have the shapes of one item where several were expected, or the reverse.
+
+    Args:
+        expected: the shapes of the leaves of one item.
+        leaves: what was found.
+        batched: whether several items were expected.
+    """
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-    expected = [field.shape for field in fields]
+    expected = list(expected)
     if batched and shapes == expected:
         return " (these are the shapes of one item, which add() takes)"
     if not batched and [shape[1:] for shape in shapes] == expected and len({shape[:1] for shape in shapes}) == 1:
@@ -27,15 +30,22 @@ def of_shapes(fields: Sequence[Field], leaves: Sequence[Any], *, batched: bool) 
     return ""
 
 
-def of_dtype(field: Field, bits: np.ndarray[Any, Any], *, is_number: bool) -> str:
-    """For a leaf of another dtype than that of its field; a Python number has none of its own."""
-    exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
-    if not is_number:
-        array = "" if field.is_carried else f" or array.astype({field.bits.name!r})"
-        return f" (cast it, as in tensor.to({field.dtype}){array})"
-    value = bits.item()
-    if field.dtype is torch.bool or isinstance(value, bool):
-        wanted = "bool" if field.dtype is torch.bool else "int" if exact else "float"
+def of_dtype(dtype: torch.dtype, array_dtype: str | None) -> str:
+    """For a tensor or array of another dtype than that of its field.
+
+    Args:
+        dtype: that of the field.
+        array_dtype: the same in the words of numpy; None if numpy lacks it.
+    """
+    array = "" if array_dtype is None else f" or array.astype({array_dtype!r})"
+    return f" (cast it, as in tensor.to({dtype}){array})"
+
+
+def of_number(dtype: torch.dtype, value: complex) -> str:
+    """For a Python number in a field of this dtype, which it does not go into."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if dtype is torch.bool or isinstance(value, bool):
+        wanted = "bool" if dtype is torch.bool else "int" if exact else "float"
         return f" from the {type(value).__name__} {value} ({wanted}(...) makes one of it)"
     if not (exact and isinstance(value, float)):
         return f" from the {type(value).__name__} {value}"

@@ -13,6 +13,8 @@ from asyncbuf._plain.tree import builder, flat_keys
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
+from asyncbuf.storage.batch_memory import BatchMemory
+from asyncbuf.storage.frozen import Chunk, ChunkVersions
 from asyncbuf.storage.leaf import Field, as_bits
 from asyncbuf.storage.recycling import Slots
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from asyncbuf._plain import tree
     from asyncbuf.storage.frozen import CopyOnWrite
 
+# Rows that are copied aside together when they are about to be overwritten.
+SEGMENT_BYTES = 1024 * 1024
 # Reading a file keeps the interpreter's lock for as long as its tensors are taken out.
 CHUNK_BYTES = 16 * 1024 * 1024
 
@@ -44,7 +48,11 @@ class RowMemory:
         self._takes = [block.view(opaque).take for block, opaque in zip(self.blocks, self.layout.opaque, strict=True)]
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
-        self.slots = Slots(self.layout, fields, contiguous=contiguous)
+        widest = max(record.itemsize for record in self.layout.records)
+        self.segment_rows = max(1, SEGMENT_BYTES // max(1, widest))
+        segments = -(-CHUNK_BYTES // (self.segment_rows * max(1, self.row_nbytes)))
+        self.versions = ChunkVersions(segments * self.segment_rows)
+        self.slots = Slots(BatchMemory(self.layout, fields, contiguous=contiguous))
         # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
         self.flat_keys = flat_keys(spec)
         self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
@@ -63,7 +71,7 @@ class RowMemory:
         slot = self.slots.take(count)
         size = -(-count // parts)
         places = [slice(start, start + size) for start in range(0, count, size)]
-        copies = [functools.partial(slot.fill, self._takes, indices[part], part) for part in places]
+        copies = [functools.partial(self.slots.fill, slot, self._takes, indices[part], part) for part in places]
         return copies, lambda: self._tree(self.slots.put(slot, count), count)
 
     def _tree(self, leaves: list[torch.Tensor], count: int) -> Any:
@@ -85,6 +93,7 @@ class FrozenRows:
     def __init__(self, rows: RowMemory, kept: CopyOnWrite, count: int) -> None:
         self._rows = rows
         self._kept = kept
+        self._identities = rows.versions.freeze(count)
         self.meta = {
             "rows": count,
             "structure": spec_to_plain(rows.spec),
@@ -99,29 +108,23 @@ class FrozenRows:
             ],
         }
 
-    def chunks(self) -> Iterator[dict[str, torch.Tensor]]:
+    def chunks(self) -> Iterator[Chunk]:
         """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
-        pending: list[list[np.ndarray[Any, Any]]] = []
-        size = 0
-        for segment in self._kept.segments():
-            pending.append(segment)
-            size += sum(block.nbytes for block in segment)
-            if size >= CHUNK_BYTES:
-                yield self._columns(pending)
-                pending, size = [], 0
-        if pending:
-            yield self._columns(pending)
+        for number, identity in enumerate(self._identities):
+            start = number * self._rows.versions.rows
+            yield Chunk(identity, functools.partial(self._columns, start, start + self._rows.versions.rows))
 
-    def _columns(self, segments: list[list[np.ndarray[Any, Any]]]) -> dict[str, torch.Tensor]:
+    def _columns(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        segments = list(self._kept.segments(start, stop))
         fields = self._rows.fields
         lengths = [len(segment[0]) for segment in segments]
         dense = [np.empty((sum(lengths), *field.shape), field.bits) for field in fields]
-        start = 0
+        filled = 0
         for length, segment in zip(lengths, segments, strict=True):
             # Field by field: numpy keeps the interpreter's lock while it copies whole records.
             for out, column in zip(dense, columns(segment, self._rows.layout), strict=True):
-                out[start : start + length] = column
-            start += length
+                out[filled : filled + length] = column
+            filled += length
         return {
             name: field.typed(torch.from_numpy(out))
             for name, field, out in zip(_names(fields), fields, dense, strict=True)

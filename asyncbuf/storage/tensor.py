@@ -14,7 +14,7 @@ from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, Sch
 from asyncbuf.storage import misfits
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 from asyncbuf.storage.columns import of_fields
-from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows
+from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
 from asyncbuf.storage.leaf import Field, as_bits, fit
 from asyncbuf.storage.row_memory import FrozenRows, RowMemory, fill, parsed
 
@@ -77,7 +77,7 @@ class TensorStorage(Storage):
                 what = type(leaf).__name__ if shape is None else f"{type(leaf).__name__} without axes"
                 raise SchemaError(f"{path}: expected a leading axis of items, found a {what}{misfits.ONE_ITEM}")
             if count not in (-1, shape[0]):
-                hint = misfits.ONE_ITEM if known is None else misfits.of_shapes(known.fields, leaves, batched=True)
+                hint = misfits.ONE_ITEM if known is None else _shape_hint(known, leaves, batched=True)
                 raise SchemaError(
                     f"{path}: expected {count} items along the leading axis, as in {paths[0]}, found {shape[0]}{hint}"
                 )
@@ -109,6 +109,7 @@ class TensorStorage(Storage):
                 frozen.before_write(runs)
         for run in runs:
             start, end = run.row, run.row + run.count
+            rows.versions.wrote(start, end)
             whole = run.count == prepared.count
             for column, array in zip(rows.columns, arrays):  # noqa: B905 (as many; looking takes time)
                 # The array of a single item may lack the leading axis.
@@ -150,11 +151,13 @@ class TensorStorage(Storage):
     def clear(self) -> None:
         """Forget every item; the structure and the memory stay."""
         self._filled = 0
+        if self._rows is not None:
+            self._rows.versions.renew()
 
     def state_dict(self) -> dict[str, Any]:
         """``meta`` describes the fields, ``chunks`` hold rows from row 0 on: ``{field: [rows, *item]}``."""
         frozen = self.freeze()
-        return {"meta": frozen.meta, "chunks": list(frozen.chunks())}
+        return {"meta": frozen.meta, "chunks": list(tensors_of(frozen))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents."""
@@ -164,7 +167,7 @@ class TensorStorage(Storage):
         """Takes no time: rows are kept as they are from now on, one segment at a time, when they are overwritten."""
         if self._rows is None:
             return InMemoryRows(None)
-        kept = CopyOnWrite(self._rows.blocks, self._filled)
+        kept = CopyOnWrite(self._rows.blocks, self._filled, self._rows.segment_rows)
         self._frozen.append(weakref.ref(kept, self._frozen.remove))
         return FrozenRows(self._rows, kept, self._filled)
 
@@ -300,10 +303,14 @@ def _checked(
         if array.shape[1:] != field.shape:
             raise SchemaError(
                 f"{field.path}: expected items of shape {list(field.shape)}, found {list(array.shape[1:])}"
-                f"{misfits.of_shapes(known.fields, leaves, batched=shaped is _as_batch)}"
+                f"{_shape_hint(known, leaves, batched=shaped is _as_batch)}"
             )
         arrays.append(array)
     return Prepared(count, count * known.row_nbytes, (arrays, spec, known.fields), basis=known)
+
+
+def _shape_hint(known: RowMemory, leaves: Sequence[Any], *, batched: bool) -> str:
+    return misfits.of_shapes([field.shape for field in known.fields], leaves, batched=batched)
 
 
 def _first(

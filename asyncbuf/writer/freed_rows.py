@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import torch
 
+from asyncbuf._plain.integers import are_distinct
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Int64Array, Placement, RowRange
 
@@ -41,7 +42,7 @@ class SavedRows(NamedTuple):
     free: Int64Array
 
     @classmethod
-    def checked(cls, name: str, used: int, size: int, write_count: int, *tensors: torch.Tensor) -> Self:
+    def checked(cls, name: str, size: int, write_count: int, used: int, *tensors: torch.Tensor) -> Self:
         """What was loaded, in memory of its own.
 
         Raises:
@@ -60,10 +61,18 @@ class SavedRows(NamedTuple):
             )
         if size and not (numbers[0] >= 0 and numbers[-1] < write_count and (np.diff(numbers) > 0).all()):
             raise CheckpointCorruptError(f"{name}: expected ascending item numbers below {write_count}, found others")
-        rows = np.sort(np.concatenate([order, free]))
-        if len(rows) and not (rows[0] >= 0 and rows[-1] < used and (np.diff(rows) > 0).all()):
+        if not are_distinct(np.concatenate([order, free]), used):
             raise CheckpointCorruptError(f"{name}: expected different rows below {used}, found others")
         return cls(used, order, numbers, free)
+
+    def copied(self) -> Self:
+        """The same in memory of its own."""
+        return self._replace(order=self.order.copy(), numbers=self.numbers.copy(), free=self.free.copy())
+
+    def state(self) -> dict[str, Any]:
+        """The way back: entries of a state dict."""
+        arrays = {"order": self.order, "numbers": self.numbers, "free": self.free}
+        return {"used": self.used, **{name: torch.from_numpy(array) for name, array in arrays.items()}}
 
     def verify(self, name: str, rows: Rows) -> None:
         """Refuse rows that are not the valid ones of a table of the same size.
@@ -110,8 +119,9 @@ class FreedRows:
 
     def saved(self) -> SavedRows:
         """Everything, in memory of its own."""
-        order = self._oldest(self.size)
-        return SavedRows(self._used, order, self.numbers(order), self._free.peek(self._free_count, self._is_free))
+        parts = [self._ring.entries(self._state == 0), self._by_age.entries(self._holds)]
+        order, numbers = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return SavedRows(self._used, order, numbers, self._free.entries(self._is_free)[0])
 
     def numbers(self, rows: Int64Array) -> Int64Array:
         """Item numbers of rows that hold items; of free ones a negative number."""
@@ -130,6 +140,8 @@ class FreedRows:
         """Rows for so many items: free ones, then unused ones, then those of the oldest items."""
         kept = min(count, self._capacity)
         free = self._free.peek(min(kept, self._free_count), self._is_free)
+        if kept == len(free) == 1:
+            return Placement(count, (RowRange(int(free[0]), count - 1, 1),))
         unused = np.arange(self._used, min(self._capacity, self._used + kept - len(free)))
         oldest = self._oldest(kept - len(free) - len(unused))
         # In the order of the rows, so that neighbours are written together.
@@ -175,6 +187,12 @@ def _runs(rows: Int64Array, item: int) -> list[RowRange]:
     ]
 
 
+def ring_numbers(rows: Int64Array, capacity: int, cursor: int, write_count: int) -> Int64Array:
+    """The numbers of the items in rows of a ring: int64, in the shape of ``rows``."""
+    age = cursor - 1 - rows
+    return write_count - 1 - np.where(age < 0, age + capacity, age)
+
+
 class _Ring:
     """The rows of a ring by age, as they were when the first was removed. Computed, not stored."""
 
@@ -187,7 +205,24 @@ class _Ring:
 
     def numbers(self, rows: Int64Array) -> Int64Array:
         """The numbers of the items that rows held."""
-        return self._write_count - 1 - (self._cursor - 1 - rows) % self._capacity
+        return ring_numbers(rows, self._capacity, self._cursor, self._write_count)
+
+    def entries(self, untouched: BoolArray) -> tuple[Int64Array, Int64Array]:
+        """The rows that still hold what they held, the oldest first, and the numbers of their items.
+
+        Args:
+            untouched: by row, whether it was left alone.
+        """
+        first = self._write_count - self.size
+        if self.size < self._capacity:
+            rows = np.flatnonzero(untouched[: self.size])
+            return rows, rows + first
+        older, newer = np.flatnonzero(untouched[self._cursor :]), np.flatnonzero(untouched[: self._cursor])
+        numbers = np.concatenate([older, newer])
+        numbers[: len(older)] += first
+        numbers[len(older) :] += first + self._capacity - self._cursor
+        older += self._cursor
+        return np.concatenate([older, newer]), numbers
 
     def peek(self, count: int, live: Live) -> Int64Array:
         """The oldest rows that still hold what they held: int64, at most ``count``."""
@@ -228,6 +263,12 @@ class _RowQueue:
         # As much room again as is taken: so rows are moved once each, on average.
         self._entries = np.empty((2, max(_LEAST_CHUNK, 2 * (self._tail + count))), np.int64)
         self._entries[:, : self._tail] = entries
+
+    def entries(self, live: Live) -> tuple[Int64Array, Int64Array]:
+        """The rows whose entries hold, in their order, and their keys."""
+        rows, keys = self._slice(self._head, self._tail)
+        held = live(rows, keys)
+        return rows[held], keys[held]
 
     def peek(self, count: int, live: Live) -> Int64Array:
         """The first rows whose entries hold: int64, at most ``count``."""

@@ -10,7 +10,7 @@ from asyncbuf._plain.state import fields
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Placement, RowRange
 from asyncbuf.writer.base import Writer
-from asyncbuf.writer.freed_rows import FreedRows, SavedRows
+from asyncbuf.writer.freed_rows import FreedRows, SavedRows, ring_numbers
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Int64Array, Rows
@@ -68,8 +68,8 @@ class RoundRobinWriter(Writer):
     def commit(self, placement: Placement, capacity: int) -> None:
         """Move the cursor past the items."""
         runs = placement.runs
-        if self._freed is not None:
-            self._freed.wrote(placement.rows, self._write_count + placement.items)
+        if self._freed is not None or self._saved is not None:
+            self._free_rows(capacity).wrote(placement.rows, self._write_count + placement.items)
         elif runs:
             kept = runs[0].count if len(runs) == 1 else sum([run.count for run in runs])
             self._cursor = (runs[-1].row + runs[-1].count) % capacity
@@ -84,7 +84,7 @@ class RoundRobinWriter(Writer):
         """Item numbers of valid rows: int64 in the shape of ``rows``."""
         if self._freed is not None or self._saved is not None:
             return self._free_rows(capacity).numbers(rows)
-        return self._write_count - 1 - (self._cursor - 1 - rows) % capacity
+        return ring_numbers(rows, capacity, self._cursor, self._write_count)
 
     def _free_rows(self, capacity: int) -> FreedRows:
         freed = self._freed
@@ -99,21 +99,23 @@ class RoundRobinWriter(Writer):
     def state_dict(self) -> dict[str, Any]:
         """Cursor, number of valid rows and number of writes; after a removal also the order of the rows by age."""
         state = {"cursor": self._cursor, "size": self.size, "write_count": self._write_count}
-        saved = self._saved if self._freed is None else self._freed.saved()
-        return state if saved is None else {**state, "cursor": saved.used, **_tensors(saved)}
+        if self._saved is not None:
+            return {**state, **self._saved.copied().state()}
+        return state if self._freed is None else {**state, **self._freed.saved().state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the saved cursor."""
         name = type(self).__name__
         is_ring = not isinstance(state, dict) or "order" not in state
-        tensors = {} if is_ring else dict.fromkeys(("order", "numbers", "free"), torch.Tensor)
-        kinds: dict[str, type] = dict(cursor=int, size=int, write_count=int, **tensors)
-        cursor, size, count, *rows = fields(state, name, **kinds)
+        kinds: dict[str, type] = dict(cursor=int, size=int, write_count=int)
+        if not is_ring:
+            kinds |= dict(used=int, order=torch.Tensor, numbers=torch.Tensor, free=torch.Tensor)
+        cursor, size, count, *freed = fields(state, name, **kinds)
         if size > count or (is_ring and cursor > size):
             raise CheckpointCorruptError(
                 f"{name}: expected cursor <= size <= write_count, found {cursor}, {size}, {count}"
             )
-        saved = None if is_ring else SavedRows.checked(name, cursor, size, count, *rows)
+        saved = None if is_ring else SavedRows.checked(name, size, count, *freed)
         self._cursor, self._size, self._write_count = cursor, size, count
         self._freed, self._saved = None, saved
 
@@ -135,8 +137,3 @@ class RoundRobinWriter(Writer):
         """Start over at row 0."""
         self._cursor = self._size = 0
         self._freed = self._saved = None
-
-
-def _tensors(saved: SavedRows) -> dict[str, torch.Tensor]:
-    names = ("order", "numbers", "free")
-    return {name: torch.from_numpy(getattr(saved, name)).clone() for name in names}

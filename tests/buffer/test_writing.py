@@ -80,7 +80,7 @@ GOOD = rows(3)
         ({**GOOD, "wide": np.array([[object()]] * 3)}, r"wide: expected numbers, found a numpy array of dtype object"),
         ({**GOOD, "wide": {"deeper": GOOD["wide"]}}, r"structure differs at wide: expected leaf, found dict"),
         (GOOD["number"], r"structure differs at the top: expected dict, found leaf of type Tensor"),
-        ([GOOD], r"structure differs at the top: expected dict, found list"),
+        ([GOOD], r"found a list of 1 items: stack them for extend\(\), add\(\) them one by one"),
         ({}, r"keys differ.*found \[\]"),
         (None, r"structure differs at the top: expected dict, found leaf of type NoneType"),
         ({**GOOD, "wide": torch.zeros(3, 1).to_mkldnn()}, r"wide: expected a dense tensor"),

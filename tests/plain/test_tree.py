@@ -344,7 +344,7 @@ def test_difference_is_named(expected: Any, found: Any, message: str) -> None:
     _, spec = tree.flatten(expected, batched=False)
     with pytest.raises(SchemaError) as caught:
         tree.flatten_like(spec, found, batched=False)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)  # what to do may follow
 
 
 def test_registered_subclass_comes_back_as_itself() -> None:

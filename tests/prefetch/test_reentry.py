@@ -11,6 +11,7 @@ import torch
 
 from asyncbuf import (
     AsyncBufError,
+    BufferClosedError,
     ListStorage,
     PrefetchError,
     ReplayBuffer,
@@ -45,7 +46,7 @@ async def one_pass(buffer: ReplayBuffer, path: Path) -> None:
 
 REFUSED: Calls = {
     "sample": lambda buffer, path: buffer.sample(),
-    "sample of another size": lambda buffer, path: buffer.sample(2),
+    "sample of another size": lambda buffer, path: buffer.sample(2),  # there is one worker, which makes the call
     "async for": iterate,
     "epoch": one_pass,
     "snapshot": lambda buffer, path: buffer.snapshot(),
@@ -56,7 +57,6 @@ REFUSED: Calls = {
     "restore": lambda buffer, path: buffer.restore(Snapshot()),
     "load_state_dict": lambda buffer, path: buffer.load_state_dict({}),
     "load": lambda buffer, path: buffer.load(path / "checkpoint"),
-    "aclose": lambda buffer, path: buffer.aclose(),
 }
 ALLOWED: Calls = {
     "extend": lambda buffer, path: buffer.extend(rows(3)),
@@ -236,6 +236,94 @@ async def test_a_consumer_may_call_while_a_transform_is_at_work() -> None:
         await within(snapshot)
 
 
+@pytest.mark.parametrize("is_stateful", [False, True])
+async def test_a_batch_of_another_size_needs_another_worker(is_stateful: bool) -> None:
+    class Nested:
+        async def __call__(self, data: Any) -> Any:
+            if len(data["number"]) == 4:
+                await buffer.sample(2)
+            return data
+
+    class Stateful(Nested):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    transform = Stateful() if is_stateful else Nested()
+    buffer = ReplayBuffer(TensorStorage(50), batch_size=4, workers=2, transform=transform)
+    await buffer.extend(rows(50))
+    async with buffer:
+        for _ in range(4):
+            if is_stateful:
+                with pytest.raises(PrefetchError, match="of the same buffer"):
+                    await within(buffer.sample())
+            else:
+                assert len(await within(buffer.sample())) == 4
+
+
+async def test_workers_that_all_wait_for_another() -> None:
+    async def transform(data: Any) -> Any:
+        if len(data["number"]) == 4:
+            both.append(1)
+            if len(both) == 2:
+                are_both.set()
+            await are_both.wait()
+            await buffer.sample(2)
+        return data
+
+    both: list[int] = []
+    are_both = asyncio.Event()
+    buffer = ReplayBuffer(TensorStorage(50), batch_size=4, prefetch=3, workers=2, transform=transform)
+    await buffer.extend(rows(50))
+    failures = 0
+    async with buffer:
+        for _ in range(8):
+            try:
+                await within(buffer.sample())
+            except PrefetchError as error:
+                failures += "of the same buffer" in str(error)
+    assert failures >= 1
+
+
+async def test_sizes_that_sample_from_each_other() -> None:
+    async def transform(data: Any) -> Any:
+        await buffer.sample(2 if len(data["number"]) == 4 else 4)
+        return data
+
+    buffer = ReplayBuffer(TensorStorage(50), batch_size=4, workers=8, transform=transform)
+    await buffer.extend(rows(50))
+    async with buffer:
+        with pytest.raises(PrefetchError) as caught:
+            await within(buffer.sample())
+    assert "of the same buffer" in "".join(_causes(caught.value))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+async def test_an_async_transform_may_close_its_buffer(way: Callable[..., Any]) -> None:
+    async def transform(data: Any) -> Any:
+        await way(buffer.aclose())
+        return data
+
+    buffer = ReplayBuffer(TensorStorage(10), batch_size=2, transform=transform)
+    await buffer.extend(rows(10))
+    await buffer.open()
+    with pytest.raises(BufferClosedError):
+        await within(buffer.sample())
+    await within(buffer.aclose())
+
+
+@pytest.mark.parametrize("kind", ["sync", "collate"])
+async def test_a_thread_of_the_buffer_cannot_close_it(kind: str) -> None:
+    calling = Calling(lambda: buffer.aclose(), directly)
+    buffer = make_buffer(kind, calling)
+    await buffer.extend(rows(20))
+    async with buffer:
+        await within(buffer.sample())
+        assert "aclose() was called from within a sync transform" in str(calling.found[0])
+
+
 # -- two buffers -------------------------------------------------------------------------------------------------------
 
 
@@ -341,7 +429,7 @@ def test_a_job_is_known_within_only() -> None:
     assert job.run(current_job) is job
     assert current_job() is None
     guard.check("anything")
-    with guard.waiting():
+    with guard.waiting("sample"):
         pass
 
 
@@ -359,7 +447,7 @@ def test_what_a_job_that_is_over_waits_for_does_not_count() -> None:
     job, other = Job(first), Job(second)
 
     def wait_and_check() -> None:
-        with second.waiting():
+        with second.waiting("sample"):
             other.run(nested)
 
     def nested() -> None:

@@ -277,12 +277,12 @@ async def test_errors_and_cancellations_reach_an_awaitable() -> None:
 
     async def stubborn() -> str:
         try:
-            await asyncio.sleep(100)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             log.append("cancelled")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.001):
-                await asyncio.sleep(100)
+                await asyncio.Event().wait()
         return "ended"
 
     async def fails() -> None:
@@ -304,7 +304,7 @@ async def test_an_awaitable_that_is_given_up_is_closed_where_it_ran() -> None:
     async def held() -> None:
         variable.set("within")
         try:
-            await asyncio.sleep(100)
+            await asyncio.Event().wait()
         finally:
             found.append((variable.get(), are_plain()))
 
@@ -324,7 +324,7 @@ async def test_a_failed_wait_leaves_no_cycle() -> None:
     async def fails() -> None:
         thing = Thing()
         things.append(weakref.ref(thing))
-        await asyncio.sleep(100)
+        await asyncio.Event().wait()
 
     gc.collect()
     gc.disable()

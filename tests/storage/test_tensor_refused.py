@@ -133,7 +133,7 @@ def test_batch_that_does_not_fit(items: Any, message: str) -> None:
     extend(storage, _goods())
     with pytest.raises(SchemaError) as caught:
         storage.prepare(items)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)  # what to do may follow
     _assert_unharmed(storage)
 
 
@@ -144,7 +144,7 @@ def test_item_that_does_not_fit(others: dict[str, Any], message: str) -> None:
     item = {name: leaf[0] for name, leaf in _goods().items()}
     with pytest.raises(SchemaError) as caught:
         storage.prepare_one({**item, **others})
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)  # what to do may follow
     _assert_unharmed(storage)
 
 
@@ -179,8 +179,8 @@ FIRST: dict[str, tuple[Any, str]] = {
     ),
     "list of items": (
         [{"x": torch.zeros(4)}, {"x": torch.zeros(4)}],
-        "expected a tree whose leaves have a leading axis of items, found a list of 2 items: stack them, add() them "
-        "one by one, or use a ListStorage (a tuple of dicts is taken as a tree)",
+        "expected a tree whose leaves have a leading axis of items, found a list of 2 items: stack them for "
+        "extend(), add() them one by one, or use a ListStorage (a tuple of dicts is taken as a tree)",
     ),
 }
 
@@ -190,7 +190,7 @@ def test_first_batch_that_cannot_be_stored(items: Any, message: str) -> None:
     storage = TensorStorage(5)
     with pytest.raises(SchemaError) as caught:
         storage.prepare(items)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)  # what to do may follow
     assert not storage.fields
     extend(storage, _goods())
     _assert_unharmed(storage)
@@ -219,7 +219,7 @@ def test_first_item_that_cannot_be_stored(leaf: Any, message: str) -> None:
     storage = TensorStorage(5)
     with pytest.raises(SchemaError) as caught:
         storage.prepare_one({"x": leaf})
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)  # what to do may follow
     assert not storage.fields
 
 
@@ -247,7 +247,7 @@ def test_tensordict_with_another_batch_size() -> None:
         (0, ValueError, "capacity: expected at least 1, found 0"),
         (-3, ValueError, "capacity: expected at least 1, found -3"),
         (True, TypeError, "capacity: expected an int, found True of type bool"),
-        (1.0, TypeError, "capacity: expected an int, found 1.0 of type float"),
+        (1.0, TypeError, "capacity: expected an int, found 1.0 of type float: write capacity=1"),
         ("5", TypeError, "capacity: expected an int, found '5' of type str"),
     ],
     ids=str,

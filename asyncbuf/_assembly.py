@@ -1,0 +1,163 @@
+"""The parts of one buffer, put together: each gets what it needs, and none reaches through another."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from asyncbuf._ingest.admission import Admission
+from asyncbuf._ingest.write_path import WritePath
+from asyncbuf._prefetch.prefetch import Prefetch
+from asyncbuf._prefetch.transforms import TransformChain
+from asyncbuf._runtime.arguments import count
+from asyncbuf._runtime.lifecycle import Lifecycle
+from asyncbuf._runtime.reentry import ReentryGuard
+from asyncbuf._runtime.threads import Threads
+from asyncbuf._table.gate import HistoryGate
+from asyncbuf._table.table import Table
+from asyncbuf.checkpoint.buffer_state import BufferState, Config
+from asyncbuf.checkpoint.snapshotter import Snapshotter
+from asyncbuf.errors import BufferClosedError
+from asyncbuf.stats import BufferStats
+
+if TYPE_CHECKING:
+    from asyncbuf._prefetch.queue import TicketQueue
+    from asyncbuf.config import BufferConfig
+
+
+class Assembly:
+    """Everything behind a buffer.
+
+    Args:
+        config: the checked arguments.
+
+    Attributes:
+        life: state and reason of the whole buffer.
+        gate: the history.
+        table: storage, writer, sampler, limiter and generator.
+        guard: knows which calls come from within the work that has to answer them.
+        admission: writers that the limiter holds back; None if it holds nobody back.
+        writes: the way of an item.
+        queues: tickets that nobody has taken, and the consumers that wait for them.
+        drawer: draws tickets.
+        fetcher: makes them into batches.
+        pipeline: hands them over.
+        background: the tasks behind it.
+        snapshots: takes and restores snapshots.
+        freezer: brings the buffer to rest for that.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        storage, sampler = config.storage, config.sampler
+        # Those in line, those being made, and those that consumers work on.
+        storage.expect(config.prefetch + config.workers + 2)
+        self.life = Lifecycle()
+        self.gate = HistoryGate()
+        self.table = Table(storage, config.writer, sampler, config.limiter, config.generator)
+        self.guard = ReentryGuard()
+        chain = TransformChain(
+            config.collate,
+            config.transforms,
+            foreign_collate=config.collate_fn is not None,
+            takes_items=storage.needs_collate,
+            device=config.device,
+            pin_memory=config.pin_memory,
+            combine=sampler.combine if "combine" in sampler.hooks else None,
+            guard=self.guard,
+        )
+        # Others can make a batch that a transform waits for, unless all must wait for that transform.
+        self.guard.helpers = 0 if chain.ordered else config.workers - 1
+        threads = Threads(config.workers)
+        self.admission = Admission(self.table) if config.limiter.holds_writers else None
+        prefetch = Prefetch(
+            self.table,
+            chain,
+            self.gate,
+            threads,
+            self.life,
+            batch_size=config.batch_size,
+            depth=config.prefetch,
+            workers=config.workers,
+            refuse=() if self.admission is None else (self.admission.refuse,),
+            went_on=None if self.admission is None else self.admission.changed,
+        )
+        self.queues = prefetch.queues
+        self.drawer = prefetch.drawer
+        self.fetcher = prefetch.fetcher
+        self.pipeline = prefetch.pipeline
+        self.background = prefetch.background
+        self.writes = WritePath(
+            self.table, self.gate, threads, self.admission, self.life, self.drawer, self.background.fail
+        )
+        state = BufferState(self.table, chain, Config(config.batch_size, config.prefetch))
+        self.snapshots = Snapshotter(state, prefetch.standstill, self.gate, self.guard)
+        self.freezer = self.snapshots.freezer
+
+    def recover(self) -> None:
+        """Close a buffer whose event loop was closed under it."""
+        if self.life.is_orphaned:
+            self.background.abandon()
+            if self.admission is not None:
+                self.admission.forget()
+        self.freezer.recover()
+
+    def finish(self) -> None:
+        """No more items will come; writers that wait are told. In a turn of the history."""
+        self.drawer.finish()
+        if self.admission is not None:
+            self.admission.refuse(functools.partial(BufferClosedError, "finish() was called: no more items are taken"))
+
+    def clear(self) -> None:
+        """Forget items and tickets. In an exclusive turn of the history."""
+        self.table.clear()
+        self.drawer.flush()
+
+    def queue(self, batch_size: int | None) -> TicketQueue:
+        """The queue of a batch size; that of the buffer if None.
+
+        Raises:
+            TypeError, ValueError: no such batch size is possible.
+        """
+        main = self.pipeline.main_queue
+        if batch_size is not None:
+            batch_size = count(batch_size, "batch_size", 1, example=256)
+            self.table.sampler.check(self.table.storage.capacity, batch_size)
+            return self.queues.of(batch_size)
+        if main is None:
+            raise ValueError("batch_size: expected one, because the buffer was made without; found None")
+        return main
+
+    def stats(self) -> BufferStats:
+        """Counters, at this moment."""
+        table, queues, fetcher, counts = self.table, self.queues, self.fetcher, self.queues.counts
+        return BufferStats(
+            size=table.size,
+            capacity=table.storage.capacity,
+            write_count=table.write_count,
+            drawn=counts.drawn,
+            delivered=counts.delivered,
+            dropped=counts.dropped,
+            queued=queues.queued,
+            in_flight=queues.in_flight,
+            waiting_consumers=queues.waiting,
+            waiting_writers=self.gate.waiting_writers + (0 if self.admission is None else self.admission.waiting),
+            peak_queued=counts.peak_queued,
+            gather_seconds=fetcher.gather_seconds,
+            wait_seconds=counts.wait_seconds,
+            retries=counts.retries,
+            inline_gathers=fetcher.inline_gathers,
+            thread_gathers=fetcher.thread_gathers,
+            stale_priorities=table.stale_priorities,
+        )
+
+    def why_blocked(self) -> str:
+        """In words, who waits for what."""
+        reasons = self.freezer.blocked(self.queues.waiting, self.pipeline.blocked)
+        if self.admission is not None:
+            reasons += self.admission.blocked()
+        if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
+            reasons.append(str(self.writes.last_writer))
+        if reasons:
+            return "; ".join(reasons)
+        last = self.pipeline.gave_up
+        return "nobody waits" if last is None else f"nobody waits now; when a call last gave up, {last}"

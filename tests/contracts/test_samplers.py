@@ -1,0 +1,65 @@
+"""The contract of samplers holds for those of the package, and catches those that break it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from asyncbuf import ListStorage, RandomSampler, Sampler, SamplerWithoutReplacement
+from asyncbuf.testing import check_sampler
+from tests.contracts.broken_samplers import BROKEN, CAPACITY, LeaseSampler, WeightSampler
+from tests.helpers import WeightedSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOUND: dict[str, Callable[[], Sampler]] = {
+    "random": RandomSampler,
+    "weighted": WeightedSampler,
+    "weights": WeightSampler,
+    "lease": LeaseSampler,
+    "passes": SamplerWithoutReplacement,
+    "passes-drop": lambda: SamplerWithoutReplacement(drop_last=True),
+    "passes-order": lambda: SamplerWithoutReplacement(shuffle=False),
+    "passes-order-drop": lambda: SamplerWithoutReplacement(drop_last=True, shuffle=False),
+}
+FEW: dict[str, Any] = {"seeds": range(3), "steps": 40}
+MANY: dict[str, Any] = {"seeds": range(60), "steps": 150}
+
+
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize(
+    "many", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["few", "many"]
+)
+async def test_sound_samplers_pass(many: dict[str, Any], name: str) -> None:
+    await check_sampler(SOUND[name], capacity=CAPACITY, **many)
+
+
+async def test_items_and_storage_of_another_kind() -> None:
+    def items(count: int, start: int) -> list[dict[str, float]]:
+        return [{"value": float(number % 5)} for number in range(start, start + count)]
+
+    await check_sampler(LeaseSampler, items=items, make_storage=ListStorage, capacity=CAPACITY, **FEW)
+
+
+@pytest.mark.parametrize(("kind", "rule"), BROKEN, ids=[kind.__name__ for kind, _ in BROKEN])
+def test_a_broken_sampler_is_caught(kind: type[Sampler], rule: str) -> None:
+    with pytest.raises(AssertionError, match=f"{kind.__name__} breaks the rule '.*({rule})") as caught:
+        asyncio.run(check_sampler(kind, capacity=CAPACITY, **FEW))
+    message = str(caught.value)
+    assert "expected" in message
+    assert "found" in message
+
+
+def test_a_factory_that_gives_the_same_sampler_is_caught() -> None:
+    sampler = LeaseSampler()
+    with pytest.raises(AssertionError, match="makes a new sampler each time"):
+        asyncio.run(check_sampler(lambda: sampler, capacity=CAPACITY, **FEW))
+
+
+def test_a_batch_that_cannot_be_is_the_callers_error() -> None:
+    with pytest.raises(ValueError, match="at most the capacity"):
+        asyncio.run(check_sampler(lambda: SamplerWithoutReplacement(drop_last=True), capacity=24, batch_size=25))

@@ -1,0 +1,55 @@
+"""The contract of storages holds for those of the package, and catches those that break it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from asyncbuf import ListStorage, Storage, TensorStorage
+from asyncbuf.testing import check_storage, varied_items
+from tests.contracts.broken_storages import BROKEN, ArrayStorage, Awaits, plain_items
+from tests.resume_helpers import InThreads, list_items, list_of_tensordicts, tensordict_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOUND: dict[str, tuple[Callable[[int], Storage], Callable[[int, int], Any], dict[str, Any]]] = {
+    "tensor": (TensorStorage, varied_items, {"misfits": [{"number": torch.arange(3)}, varied_items(0, 0), 3]}),
+    "tensor-strided": (lambda capacity: TensorStorage(capacity, contiguous=False), varied_items, {}),
+    "tensor-threads": (InThreads, varied_items, {}),
+    "tensor-tensordict": (TensorStorage, tensordict_of, {}),
+    "list": (ListStorage, list_items, {"keeps_references": True, "misfits": [[], "text", 3, {"a": 1}]}),
+    "list-tensordict": (ListStorage, list_of_tensordicts, {"keeps_references": True}),
+    "array": (ArrayStorage, plain_items, {}),
+    "array-awaits": (Awaits, plain_items, {}),
+}
+
+
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize(
+    ("seeds", "steps"),
+    [(range(3), 30), pytest.param(range(60), 120, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["few", "many"],
+)
+async def test_sound_storages_pass(seeds: range, steps: int, name: str) -> None:
+    make_storage, items, settings = SOUND[name]
+    await check_storage(make_storage, items, seeds=seeds, steps=steps, **settings)
+
+
+@pytest.mark.parametrize(("kind", "rule"), BROKEN, ids=[kind.__name__ for kind, _ in BROKEN])
+def test_a_broken_storage_is_caught(kind: type[Storage], rule: str) -> None:
+    misfits = [{"number": torch.arange(2)}]
+    with pytest.raises(AssertionError, match=f"{kind.__name__} breaks the rule '.*({rule})") as caught:
+        asyncio.run(check_storage(kind, plain_items, misfits=misfits))
+    message = str(caught.value)
+    assert "expected" in message
+    assert "found" in message
+
+
+def test_a_storage_that_keeps_references_has_to_say_so() -> None:
+    with pytest.raises(AssertionError, match="rows have what was written"):
+        asyncio.run(check_storage(ListStorage, lambda count, start: [torch.ones(3) * start for _ in range(count)]))

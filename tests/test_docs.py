@@ -1,0 +1,102 @@
+"""What the documentation shows works: Python blocks compile, and those marked as runnable run, in order.
+
+A block is runnable if ``<!-- runnable -->`` stands in the line before it. The runnable blocks of a page make one
+module, and its functions ``test_...`` are called.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^(?P<mark><!-- runnable -->\n)?```python[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?P<target>[^)#:]+)(#[^)]*)?\)")
+
+
+class Block(NamedTuple):
+    """A Python block of a page."""
+
+    page: Path
+    line: int
+    code: str
+    is_runnable: bool
+
+    def compiled(self) -> CodeType:
+        """With the line numbers of the page; ``await`` may stand outside of functions."""
+        code = "\n" * (self.line - 1) + self.code
+        return compile(code, str(self.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    return [
+        Block(page, text.count("\n", 0, found.start("code")) + 1, found["code"], found["mark"] is not None)
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[Path, ModuleType]]:
+    """A module for each page, importable while the tests run, so that what is in it can be pickled."""
+    made = {page: ModuleType(f"docs_of_{page.stem.replace('-', '_')}") for page in PAGES}
+    for module in made.values():
+        sys.modules[module.__name__] = module
+    yield made
+    for module in made.values():
+        del sys.modules[module.__name__]
+
+
+def run(block: Block, module: ModuleType) -> None:
+    code = block.compiled()
+    if not code.co_flags & inspect.CO_COROUTINE:
+        exec(code, vars(module))
+        return
+    asyncio.run(eval(code, vars(module)))
+
+
+def names(page: Path) -> list[str]:
+    """The tests that a page has."""
+    code = "\n".join(block.code for block in blocks(page) if block.is_runnable)
+    return re.findall(r"^async def (test_\w+|use_it)\(\)", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_blocks_compile_and_those_that_are_runnable_run(page: Path, modules: dict[Path, ModuleType]) -> None:
+    for block in blocks(page):
+        block.compiled()
+        if block.is_runnable:
+            run(block, modules[page])
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page in PAGES for name in names(page)])
+def test_examples_of_tests_pass(page: Path, name: str, modules: dict[Path, ModuleType]) -> None:
+    module = modules[page]
+    if not hasattr(module, name):
+        test_blocks_compile_and_those_that_are_runnable_run(page, modules)
+    asyncio.run(getattr(module, name)())
+
+
+def test_there_is_something_to_run() -> None:
+    runnable = {page.name for page in PAGES for block in blocks(page) if block.is_runnable}
+    assert runnable >= {"extending.md", "checkpoint-format.md"}
+    assert "test_once_sampler" in names(ROOT / "docs" / "extending.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [found["target"] for found in _LINK.finditer(page.read_text("utf-8"))]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
