@@ -37,7 +37,9 @@ class Block(NamedTuple):
     def compiled(self) -> CodeType:
         """With the line numbers of the page; ``await`` may stand outside of functions."""
         code = "\n" * (self.line - 1) + self.code
-        return compile(code, str(self.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        compiled: CodeType = compile(code, str(self.page), "exec", flags=flags, dont_inherit=True)
+        return compiled
 
 
 def blocks(page: Path) -> list[Block]:
