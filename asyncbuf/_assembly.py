@@ -51,6 +51,7 @@ class Assembly:
         storage, sampler = config.storage, config.sampler
         # Those in line, those being made, and those that consumers work on.
         storage.expect(config.prefetch + config.workers + 2)
+        storage.will_collate(config.collate_fn is None)
         self.life = Lifecycle()
         self.gate = HistoryGate()
         self.table = Table(storage, config.writer, sampler, config.limiter, config.generator)

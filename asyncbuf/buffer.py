@@ -58,8 +58,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
             with ``state_dict`` and ``load_state_dict`` sees the batches in order, one at a time (a module only if its
-            ``state_dict`` is not empty). A transform should return new tensors: what it changes in place, a retry after
-            a failure gets changed.
+            ``state_dict`` is not empty). A transform may change the data in place: it gets a copy of its own, and a
+            second try gets another. One that waits for anything should be async; none may wait for this buffer.
         collate_fn: makes batched data of what the storage gathered (of ``ListStorage``: a list of items).
         device: where the tensors of a batch go in the end; None leaves them on the CPU.
         pin_memory: whether they go through page-locked memory; needs an accelerator.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
+from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
 from asyncbuf._table import checks
@@ -75,6 +76,8 @@ class WritePath:
         self._fail = fail
         self.last_writer = LastWriter()
         self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
+        # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
+        self._asks_others = table.asks_others_to_write
 
     async def write(self, prepare: Prepare, items: Any) -> Placement:
         """Write items: all of them or, with an error, none.
@@ -113,25 +116,39 @@ class WritePath:
             return self._write_here(self._confirmed(prepared, prepare, items), grant)
 
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
+        if self._asks_others:
+            placement = shielded(self._write_rows, prepared, grant)
+        else:
+            placement = self._write_rows(prepared, grant)
+        self._draws.table_changed()
+        return placement
+
+    def _write_rows(self, prepared: Prepared, grant: Grant | None) -> Placement:
         placement = self._table.place(prepared.count)
         event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
         return placement
 
+    def _place(self, prepared: Prepared) -> tuple[Placement, WriteEvent | None]:
+        placement = self._table.place(prepared.count)
+        return placement, self._table.check_write(placement, prepared) if self._table.has_write_events else None
+
     async def _write_in_thread(
         self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None
     ) -> Placement:
-        async with self._gate.turn(exclusive=True):
-            prepared = self._confirmed(prepared, prepare, items)
-            placement = self._table.place(prepared.count)
-            event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
-            copied = self._threads.copy(self._storage.write, prepared, placement.runs)
-            cancelled = await finish(copied)
-            copied.result()
-            self._commit(placement, event, grant)
-        if self._life.is_idle:
-            self._threads.abandon()  # nobody would end them later
+        try:
+            async with self._gate.turn(exclusive=True):
+                prepared = self._confirmed(prepared, prepare, items)
+                placement, event = shielded(self._place, prepared)
+                copied = self._threads.copy(self._storage.write, prepared, placement.runs)
+                cancelled = await finish(copied)
+                copied.result()
+                shielded(self._commit, placement, event, grant)
+                self._draws.table_changed()
+        finally:
+            if self._life.is_idle:
+                self._threads.abandon()  # nobody would end them later
         try:
             if cancelled is not None:
                 raise cancelled
@@ -156,7 +173,6 @@ class WritePath:
                 self._table.wrote(placement, event)
             except BaseException as error:
                 self._broken(error, "the items were written, but the sampler did not take that")
-        self._draws.table_changed()
 
     def _broken(self, error: BaseException, what: str) -> NoReturn:
         """A part has raised where it must not: its state does not go with the rows any more."""

@@ -16,7 +16,7 @@ from asyncbuf._prefetch.queue import Entry, Stage
 from asyncbuf._prefetch.transforms import Partial, TransformChain
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached, logger
-from asyncbuf._runtime.torch_modes import Swapped, disturb_us
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, is_inference_on
 from asyncbuf.storage.base import GatherJobs, Runs
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Fetcher:
 
     def gathered(self, draw: Draw) -> Any:
         """Rows of the storage; the time that took goes into the statistics."""
-        if disturb_us():
+        if is_inference_on() or dispatch_modes():
             with Swapped():
                 return self.gathered(draw)
         start = time.perf_counter()

@@ -208,15 +208,14 @@ class TransformChain:
         while pending is not None or not self.is_done(progress):
             if pending is None and self._is_sync(progress):
                 future = threads.transform(self._run_sync, progress, seed, queue)
-                stretch = await self._kept(future, progress, keep)
-                progress, pending, copied = stretch.progress, stretch.pending, stretch.copied
+                progress, pending, copied = await self._kept(future, progress, keep)
                 continue
             if pending is not None:
                 progress = await self._awaited(pending)
             else:
                 data = await _copied(progress.data, threads) if copied is _NOT_COPIED else copied
                 progress = await self._run_async(progress.step, data, seed, queue)
-                del data
+                del data  # it may be large, and is the function's alone
             pending, copied = None, _NOT_COPIED
             keep(progress)
 
@@ -226,7 +225,9 @@ class TransformChain:
         """Whether there is anything to do before the next async function."""
         return progress.step < self._ends[progress.step] or type(progress.data) is Gathered
 
-    async def _kept(self, future: Future[_Stretch], progress: Partial, keep: Callable[[Partial], None]) -> _Stretch:
+    async def _kept(
+        self, future: Future[_Stretch], progress: Partial, keep: Callable[[Partial], None]
+    ) -> tuple[Partial, Pending | None, Any]:
         """Wait for a thread. What it has done is kept, even if it failed or the task was cancelled."""
         cancelled = await finish(future)
         try:
@@ -241,7 +242,7 @@ class TransformChain:
                 del error
         finally:
             del cancelled  # the error holds this frame, which must not hold the error
-        return stretch
+        return stretch.progress, stretch.pending, stretch.copied
 
     def _run_sync(self, progress: Partial, seed: int, queue: object) -> _Stretch:
         """Run units up to the next async function, or to a function that returns an awaitable. In a thread."""
@@ -249,20 +250,20 @@ class TransformChain:
         job = Job(self._guard, queue, in_thread=True)
         start, at_work = time.perf_counter(), time.thread_time()
         try:
-            while self._is_sync(stretch.progress):
+            while self._is_sync(stretch.progress) and stretch.pending is None:
                 step, result = job.run(self._run_unit, stretch.progress, seed)
                 if isinstance(result, Awaitable):
-                    job.in_thread = False
                     stretch.pending = Pending(step, result, job)
-                    break
-                stretch.progress = Partial(step, result)
-            else:
+                else:
+                    stretch.progress = Partial(step, result)
+            if stretch.pending is None:
                 self._pace.note(time.perf_counter() - start, time.thread_time() - at_work)
                 if not self.is_done(stretch.progress):
                     stretch.copied = private(stretch.progress.data)
         except Exception as error:
             stretch.error = error
-        job.is_over = stretch.pending is None
+        finally:
+            job.in_thread, job.is_over = False, stretch.pending is None
         if stretch.pending is not None or job.called_out:
             self._may_be_quick = False  # on the event loop, it would wait for the event loop
         return stretch

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch._C import _get_function_stack_at as _function_mode
 from torch._C import _is_any_autocast_enabled as _any_autocast
-from torch._C import _len_torch_dispatch_stack as _dispatch_modes
-from torch._C import _len_torch_function_stack as _function_modes
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C import _pop_torch_function_stack as _pop_function_mode
 from torch._C import _push_on_torch_function_stack as _push_function_mode
 from torch.utils._device import DeviceContext
@@ -30,24 +29,27 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", torch._C
 _default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
 
 _are_gradients_on = torch.is_grad_enabled
-_is_inference_on = torch.is_inference_mode_enabled
+is_inference_on = torch.is_inference_mode_enabled
+dispatch_modes = _len_torch_dispatch_stack
+function_modes = _len_torch_function_stack
 
 
 def are_plain() -> bool:
     """Whether this thread has plain modes. Takes a fifth of a microsecond."""
-    return _are_gradients_on() and not (_function_modes() or _dispatch_modes() or _is_inference_on() or _any_autocast())
+    return _are_gradients_on() and not (function_modes() or dispatch_modes() or is_inference_on() or _any_autocast())
 
 
 def disturb_us() -> bool:
-    """Whether modes are on that would change what our own code computes. Takes a tenth of a microsecond.
+    """Whether modes are on that would change what our own code computes.
 
-    It records no gradients, and names the device of whatever it makes: the modes for those do not matter to it.
+    It records no gradients, and names the device of whatever it makes: the modes for those do not matter to it. Where
+    nanoseconds count, ask ``is_inference_on()``, ``dispatch_modes()`` and ``function_modes()`` before.
     """
-    return _is_inference_on() or _dispatch_modes() > 0 or (_function_modes() > 0 and not _is_default_device_only())
+    return is_inference_on() or dispatch_modes() > 0 or (function_modes() > 0 and not _is_default_device_only())
 
 
 def _is_default_device_only() -> bool:
-    return _function_modes() == 1 and type(_function_mode(0)) is DeviceContext
+    return function_modes() == 1 and type(_function_mode(0)) is DeviceContext
 
 
 class Modes(NamedTuple):
@@ -88,15 +90,15 @@ def _take_off() -> Modes:
     if are_plain():
         return PLAIN
     # Function modes first: they would be asked about the calls that follow.
-    functions = tuple([_pop_function_mode() for _ in range(_function_modes())])
-    dispatch = tuple([_pop_dispatch_mode() for _ in range(_dispatch_modes())])
+    functions = tuple([_pop_function_mode() for _ in range(function_modes())])
+    dispatch = tuple([_pop_dispatch_mode() for _ in range(dispatch_modes())])
     device = getattr(_default_device, "device_context", None)
     _default_device.device_context = None
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES if _any_autocast() and _casts(kind)]
     for kind, dtype in casts:
         torch.set_autocast_enabled(kind, False)
         torch.set_autocast_dtype(kind, _PLAIN_DTYPES.get(kind, dtype))
-    found = Modes(_are_gradients_on(), _is_inference_on(), tuple(casts), functions, dispatch, device)
+    found = Modes(_are_gradients_on(), is_inference_on(), tuple(casts), functions, dispatch, device)
     torch._C._set_grad_enabled(True)
     return found
 
@@ -150,7 +152,7 @@ class Swapped:
 
 def left_on() -> bool:
     """Whether a function that began with plain modes has left one on that a call can leave on; quicker to ask."""
-    return not _are_gradients_on() or _function_modes() > 0
+    return not _are_gradients_on() or function_modes() > 0
 
 
 def make_plain() -> None:

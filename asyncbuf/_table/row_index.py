@@ -112,8 +112,8 @@ class RowIndex:
 
     def _by_position(self) -> Int64Array:
         """The valid rows in the order of their positions: int64 ``[size]``."""
-        positions = torch.arange(self.size)
-        return (positions if self.sparse is None else self.sparse.at(positions)).numpy()
+        positions = np.arange(self.size)
+        return positions if self.sparse is None else self.sparse.at(torch.from_numpy(positions)).numpy()
 
     def state_dict(self) -> dict[str, Any]:
         """The valid rows by position, if there are gaps; the item numbers by position, if they are stored."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from asyncbuf._plain.integers import first_of_each
 from asyncbuf._runtime.shield import shielded
-from asyncbuf._runtime.torch_modes import Swapped, disturb_us
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
@@ -18,7 +18,7 @@ from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NO_COLUMNS, NotYet, Rows, WriteEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from asyncbuf.batch import Draw
     from asyncbuf.limiter import Limiter
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Writer
+
+T = TypeVar("T")
 
 _UNKNOWN = -1
 _NOT_YET = Rows(0, 0, 0)  # in a write event, until the rows are written
@@ -109,7 +111,17 @@ class Table:
         gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
         return gone
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+    def _call(self, method: Callable[..., T], *args: object) -> T:
+        """Call a method of the sampler; of one that is not ours in plain modes and an empty context."""
+        return method(*args) if self.sampler.trusted else shielded(method, *args)
+
+    # -- writing: in plain modes and an empty context, unless every part that is asked is ours ------------------------
+
+    @property
+    def asks_others_to_write(self) -> bool:
+        """Whether a part that takes part in writing is not ours."""
+        listens = self.has_write_events or self._tells_rows
+        return not self.writer.trusted or (listens and not self.sampler.trusted)
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -172,11 +184,14 @@ class Table:
             return 0
         self._index.remove(rows)
         self.changed()
+        shielded(self._tell_removed, rows)
+        return len(rows)
+
+    def _tell_removed(self, rows: Int64Array) -> None:
         self.writer.removed(torch.from_numpy(rows.copy()), self._capacity)
         self.storage.release(torch.from_numpy(rows.copy()))
         if "removed" in self.sampler.hooks:
             self.sampler.removed(torch.from_numpy(rows), self.rows)
-        return len(rows)
 
     def clear(self) -> None:
         """Forget every item."""
@@ -195,7 +210,7 @@ class Table:
         rows = self.rows
         answer = self.limits.may_draw(rows, batch_size)
         if answer and self._asks_sampler:
-            answer = self.sampler.may_draw(rows, batch_size)
+            answer = self._call(self.sampler.may_draw, rows, batch_size)
         if answer and not rows.size:
             answer = NotYet("no item is stored")
         if answer and self._answer_holds:
@@ -211,7 +226,7 @@ class Table:
         """
         sampler, limits = self.sampler, self.limits
         if sampler.trusted:
-            if disturb_us():
+            if (is_inference_on() or dispatch_modes() or function_modes()) and disturb_us():
                 with Swapped():
                     return self.draw(batch_size)
             draw = sampler.draw(self.rows, batch_size, self.generator)
@@ -233,14 +248,15 @@ class Table:
         Returns:
             How many rows left.
         """
-        leaving = self.sampler.handed_over(draw)
+        leaving = self._call(self.sampler.handed_over, draw)
         if leaving is None:
             return 0
         return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
 
     def dropped(self, draw: Draw) -> None:
         """Nobody gets the batch of a draw."""
-        self.sampler.dropped(draw)
+        if "dropped" in self.sampler.hooks:
+            self._call(self.sampler.dropped, draw)
 
     def update_priority(
         self, indices: Any, priority: Any, write_count: int | None = None, *, is_batch: bool = False
@@ -258,6 +274,9 @@ class Table:
             ValueError: indices and priorities differ in number, or a priority is not finite.
             IndexError: an index is not a row of the storage.
         """
+        shielded(self._update_priority, indices, priority, write_count, is_batch)
+
+    def _update_priority(self, indices: Any, priority: Any, write_count: int | None, is_batch: bool) -> None:
         rows = checks.row_numbers(indices, self._capacity, "indices")
         value = checks.priorities(priority, len(rows), is_batch=is_batch)
         if write_count is not None:

@@ -176,10 +176,13 @@ class Storage(ABC):
     def expect(self, batches: int) -> None:
         """Be told how many batches will be in use at once, for a storage that keeps memory for them."""
 
-    def will_collate(self) -> None:
-        """Be told that batches will be made by ``collate``, since there is no ``collate_fn``.
+    def will_collate(self, whether: bool) -> None:
+        """Be told whether batches will be made by ``collate``, because there is no ``collate_fn``.
 
-        A storage may refuse items from then on of which ``collate`` could not make a batch.
+        Meanwhile a storage may refuse items of which ``collate`` could not make a batch.
+
+        Args:
+            whether: whether they will.
         """
 
     def collate(self, gathered: Any) -> Any:

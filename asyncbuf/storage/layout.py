@@ -81,6 +81,13 @@ class Layout(NamedTuple):
         """Bytes of a row."""
         return sum(record.itemsize for record in self.records)
 
+    def offset(self, number: int) -> int:
+        """Bytes from the start of its record to a field."""
+        place = self.places[number]
+        members = self.records[place.block].fields
+        assert members is not None  # every record has fields
+        return members[place.name][1]
+
 
 def plan(fields: Sequence[Field], most: int = PACKED_FIELD_BYTES) -> Layout:
     """Pack fields of at most ``most`` bytes into block 0; each of the others gets a block of its own."""

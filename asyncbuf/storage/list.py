@@ -107,9 +107,9 @@ class ListStorage(Storage):
         """The items themselves, in a list."""
         return [self._items[row] for row in indices.tolist()]
 
-    def will_collate(self) -> None:
-        """From now on, refuse items of which no batch can be made by ``collate``."""
-        self._stacks = True
+    def will_collate(self, whether: bool) -> None:
+        """Refuse items of which no batch can be made by ``collate``, or take them from now on."""
+        self._stacks = whether
 
     def collate(self, gathered: Any) -> Any:
         """Stack items leaf by leaf.

@@ -13,6 +13,7 @@ from asyncbuf._plain.tree import builder, flat_keys
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import layout
+from asyncbuf.storage.batch_memory import BatchMemory
 from asyncbuf.storage.frozen import Chunk, ChunkVersions
 from asyncbuf.storage.leaf import Field, as_bits
 from asyncbuf.storage.recycling import Slots
@@ -51,7 +52,7 @@ class RowMemory:
         self.segment_rows = max(1, SEGMENT_BYTES // max(1, widest))
         segments = -(-CHUNK_BYTES // (self.segment_rows * max(1, self.row_nbytes)))
         self.versions = ChunkVersions(segments * self.segment_rows)
-        self.slots = Slots(self.layout, fields, contiguous=contiguous)
+        self.slots = Slots(BatchMemory(self.layout, fields, contiguous=contiguous))
         # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
         self.flat_keys = flat_keys(spec)
         self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
@@ -70,7 +71,7 @@ class RowMemory:
         slot = self.slots.take(count)
         size = -(-count // parts)
         places = [slice(start, start + size) for start in range(0, count, size)]
-        copies = [functools.partial(slot.fill, self._takes, indices[part], part) for part in places]
+        copies = [functools.partial(self.slots.fill, slot, self._takes, indices[part], part) for part in places]
         return copies, lambda: self._tree(self.slots.put(slot, count), count)
 
     def _tree(self, leaves: list[torch.Tensor], count: int) -> Any:

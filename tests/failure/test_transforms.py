@@ -380,4 +380,4 @@ async def test_failed_calls_of_many_sizes_leave_nothing() -> None:
         for size in range(1, 50):
             with pytest.raises(LookupError):
                 await buffer.sample(size)
-        assert not buffer._parts.queues._queues
+        assert not buffer._parts.queues.by_size

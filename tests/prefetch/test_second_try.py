@@ -370,22 +370,18 @@ async def test_an_awaitable_is_awaited_and_the_function_is_not_called_again(thre
     def seldom(data: Any) -> Any:
         calls.append(1)
         data["x"].add_(1)
-        return later(data) if len(calls) == 8 else data
+        return later(data) if len(calls) == 2 else data
 
     chain = TransformChain(None, [seldom])
-    for _ in range(7):
-        kept = [Partial(0, {"x": torch.zeros(1)})]
-        await run(chain, kept, threads)
-    if not chain.quick:
-        pytest.skip("the machine is so busy that the function does not seem to be quick")
     data = {"x": torch.zeros(1)}
+    assert chain.is_done(chain.run_here(data, 0))
     here = chain.run_here(data, 0)
     assert here.pending is not None
     assert not chain.is_done(here)
     kept = [here]
     await run(chain, kept, threads)
     assert kept[-1].data["x"].item() == 11
-    assert len(calls) == 8
+    assert len(calls) == 2
     assert data["x"].item() == 0
     assert not chain.quick
 
@@ -439,7 +435,7 @@ async def test_a_bare_ticket_is_saved_as_gathered_while_a_transform_is_at_work()
     async with Crew() as crew, source:
         batch = crew.start(source.sample())
         await at_work.reached()
-        snapshot = await source.snapshot(timeout=0.01)
+        snapshot = await source.snapshot(timeout=0.5)
         may_go.set()
         found = await within(batch)
     async with target:

@@ -108,7 +108,7 @@ def test_never_stacked_is_refused_where_batches_are_stacked(item: Any, message: 
     storage.prepare_one(item)
     with pytest.raises((SchemaError, TypeError)):
         storage.collate([item, item])
-    storage.will_collate()
+    storage.will_collate(True)
     with pytest.raises(SchemaError) as caught:
         storage.prepare_one(item)
     assert str(caught.value).startswith(message)
@@ -120,15 +120,28 @@ def test_never_stacked_is_refused_where_batches_are_stacked(item: Any, message: 
 @pytest.mark.parametrize("item", STACKED.values(), ids=STACKED)
 def test_what_can_be_stacked_is_taken(item: Any) -> None:
     storage = ListStorage(3)
-    storage.will_collate()
+    storage.will_collate(True)
     storage.prepare_one(item)
     storage.prepare([item, item])
     storage.collate([item, item])
 
 
+async def test_a_buffer_says_whether_it_stacks() -> None:
+    storage = ListStorage(9)
+    buffer = ReplayBuffer(storage, batch_size=2)
+    await buffer.extend([{"goal": 1}] * 4)
+    with pytest.raises(SchemaError, match="goal: expected a tensor, array, number or string, found NoneType"):
+        await buffer.add({"goal": None})
+    async with buffer:
+        assert (await buffer.sample())["goal"].tolist() == [1, 1]
+    del buffer
+    another = ReplayBuffer(storage, batch_size=2, collate_fn=untouched)
+    await another.add({"goal": None})
+
+
 def test_shapes_may_differ_where_batches_of_one_can_be_made() -> None:
     storage = ListStorage(3)
-    storage.will_collate()
+    storage.will_collate(True)
     storage.prepare([{"x": torch.zeros(3)}, {"x": torch.zeros(4)}])
 
 

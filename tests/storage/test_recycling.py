@@ -270,7 +270,7 @@ def test_memory_is_let_go_beyond_what_is_expected() -> None:
     gather(storage)
     assert not any(ref() for ref in dead)
     assert storage._rows is not None
-    assert len(storage._rows.slots._slots[32]) <= 2
+    assert len(storage._rows.slots._pools[32].slots) <= 2
 
 
 def test_memory_of_other_batch_sizes_is_let_go() -> None:
@@ -278,7 +278,7 @@ def test_memory_of_other_batch_sizes_is_let_go() -> None:
     for count in range(1, 60):
         gather(storage, count)
     assert storage._rows is not None
-    assert len(storage._rows.slots._slots) <= 4
+    assert len(storage._rows.slots._pools) <= 4
     assert gather(storage, 59)["small"].shape == (59, 5)
 
 
