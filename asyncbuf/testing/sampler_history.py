@@ -234,8 +234,8 @@ class History:
 
     def _check(self, draw: Draw, rows: Rows, size: int, place: Place) -> None:
         contract = self._contract
-        with contract.allowed("a draw has valid rows"):
-            checks.draw(draw, rows, contract.part)
+        with contract.allowed("a draw has valid rows, and what it says of them fits"):
+            checks.draw(draw, rows, contract.part, combines="combine" in self.sampler.hooks)
         drawn = draw.indices.numel()
         contract.require(drawn <= size, "a draw has at most batch_size rows", f"at most {size}", drawn)
         valid = rows.at(torch.arange(rows.size)).tolist()
