@@ -14,7 +14,7 @@ from asyncbuf._table import checks
 from asyncbuf._table.table import Table
 from asyncbuf.batch import Draw
 from asyncbuf.limiter import MinSize
-from asyncbuf.storage.frozen import tensors_of
+from asyncbuf.storage._frozen import tensors_of
 from asyncbuf.testing.contract import Contract, revived, scramble, scramble_leaves
 from asyncbuf.testing.passes import Passes, Place
 from asyncbuf.writer import RoundRobinWriter
