@@ -15,8 +15,8 @@ from asyncbuf._table.table import Table
 from asyncbuf.batch import Draw
 from asyncbuf.limiter import MinSize
 from asyncbuf.storage._frozen import tensors_of
-from asyncbuf.testing.contract import Contract, revived, scramble, scramble_leaves
-from asyncbuf.testing.passes import Passes, Place
+from asyncbuf.testing._contract import Contract, revived, scramble, scramble_leaves
+from asyncbuf.testing._passes import Passes, Place
 from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
