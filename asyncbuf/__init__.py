@@ -5,8 +5,8 @@ from asyncbuf._plain.registry import Container, register_codec, register_contain
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
+from asyncbuf.checkpoint._freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
-from asyncbuf.checkpoint.freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.errors import (
     AsyncBufError,

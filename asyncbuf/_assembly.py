@@ -15,14 +15,14 @@ from asyncbuf._runtime.reentry import ReentryGuard
 from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.table import Table
-from asyncbuf.checkpoint.buffer_state import BufferState, Config
-from asyncbuf.checkpoint.snapshotter import Snapshotter
+from asyncbuf.checkpoint._buffer_state import BufferState, Config
+from asyncbuf.checkpoint._snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.stats import BufferStats
 
 if TYPE_CHECKING:
+    from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.queue import TicketQueue
-    from asyncbuf.config import BufferConfig
 
 
 class Assembly:

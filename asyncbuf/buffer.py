@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 import torch
 
 from asyncbuf._assembly import Assembly
+from asyncbuf._config import BufferConfig
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
 from asyncbuf.batch import DataT_co
-from asyncbuf.checkpoint.methods import SnapshotMethods
-from asyncbuf.config import BufferConfig
+from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.stream import BatchStream
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
+    from asyncbuf._config import Transform
     from asyncbuf.batch import Batch
-    from asyncbuf.config import Transform
     from asyncbuf.limiter import Limiter
     from asyncbuf.sampler import Sampler
     from asyncbuf.stats import BufferStats

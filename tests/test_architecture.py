@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_table",),
     ("_ingest", "_prefetch"),
     ("checkpoint",),
-    ("protocols", "stream", "config"),
+    ("protocols", "stream", "_config"),
     ("_assembly",),
     ("buffer",),
     ("testing",),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,9 @@ from asyncbuf.testing import difference
 from tests.helpers import seeded, within
 from tests.resume_helpers import KINDS, items_of, make, noisy
 from tests.test_docs import ROOT, blocks, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE = ROOT / "docs" / "checkpoint-format.md"
 
@@ -58,7 +61,7 @@ async def test_rows_queue_and_parts(page: Any, tmp_path: Path) -> None:
     snapshot = checkpoint.state["buffer"]
     # The ring has gone round: items 20 to 24 are in the first rows.
     order = [*range(20, 25), *range(5, 20)]
-    assert difference(checkpoint.rows(), {key: value[order] for key, value in items.items()}) is None
+    assert difference(checkpoint.rows(snapshot), {key: value[order] for key, value in items.items()}) is None
     assert sorted(checkpoint.part(snapshot, "rows")["valid"].tolist()) == sorted(set(range(20)) - {4, 7})
     tickets = checkpoint.queue(snapshot)
     assert [ticket["number"] for ticket in tickets] == [batch.number for batch in batches] == [1, 2]
@@ -86,8 +89,8 @@ async def test_values_of_every_kind_and_parts_of_a_run(page: Any, tmp_path: Path
     await Checkpointer(tmp_path).save(100, buffer=buffer, model=model, values=values)
     checkpoint = page.Checkpoint(tmp_path / "step-000100")
     assert (checkpoint.state["format"], checkpoint.state["step"]) == ("asyncbuf.run", 100)
-    assert difference(checkpoint.rows("buffer/"), items_of(20)) is None
     parts = checkpoint.state["parts"]
+    assert difference(checkpoint.rows(parts["buffer"]["state"], "buffer/"), items_of(20)) is None
     assert {name: part["kind"] for name, part in parts.items()} == {
         "buffer": "buffer",
         "model": "object",
@@ -110,8 +113,9 @@ async def test_damage_is_noticed(page: Any, tmp_path: Path) -> None:
     manifest.write_text(content, "utf-8")
     [chunk] = (tmp_path / "checkpoint").glob("data-*/storage/00000.safetensors")
     chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
+    checkpoint = page.Checkpoint(tmp_path / "checkpoint")
     with pytest.raises(AssertionError):
-        page.Checkpoint(tmp_path / "checkpoint").rows()
+        checkpoint.rows(checkpoint.state["buffer"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,8 +125,6 @@ async def test_every_key_that_is_written_is_on_the_page(kind: str, tmp_path: Pat
     async with buffer:
         await within(buffer.sample())
         await buffer.save(tmp_path / "checkpoint")
-    import json
-
     document = json.loads((tmp_path / "checkpoint" / "manifest.json").read_bytes())
     snapshot = document["body"]["state"]["buffer"]
     ticket = snapshot["prefetch"]["queue"][0]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^(?P<mark><!-- runnable -->\n)?```python[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)#:]+)(#[^)]*)?\)")
 
@@ -37,7 +37,9 @@ class Block(NamedTuple):
     def compiled(self) -> CodeType:
         """With the line numbers of the page; ``await`` may stand outside of functions."""
         code = "\n" * (self.line - 1) + self.code
-        return compile(code, str(self.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        compiled: CodeType = compile(code, str(self.page), "exec", flags=flags, dont_inherit=True)
+        return compiled
 
 
 def blocks(page: Path) -> list[Block]:
@@ -97,6 +99,7 @@ def test_there_is_something_to_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = [found["target"] for found in _LINK.finditer(page.read_text("utf-8"))]
+    prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = [found["target"] for found in _LINK.finditer(prose)]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing

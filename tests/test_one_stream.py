@@ -37,7 +37,7 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from asyncbuf.config import Transform
+    from asyncbuf._config import Transform
 
 DEPTHS = (0, 1, 2, 3, 4, 8, 64)
 WORKERS = (1, 2, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,6 +16,9 @@ from asyncbuf._prefetch.containers import ATOMS, holds_atoms_only, kind_of, tens
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 class DeviceTransfer:
@@ -41,7 +45,8 @@ class DeviceTransfer:
     def __init__(self, device: torch.device | str | None, pin_memory: bool, *, streams: Any = None) -> None:
         self._pins = pin_memory and (streams is not None or torch.accelerator.is_available())
         if pin_memory and not self._pins:
-            warnings.warn("pin_memory: expected an accelerator, found none; memory is not pinned", stacklevel=4)
+            message = "pin_memory: expected an accelerator, found none; memory is not pinned"
+            warnings.warn(message, stacklevel=_level_of_user())
         self._target = None if device is None else torch.device(device)
         if self._target is not None:
             try:
@@ -100,6 +105,14 @@ class DeviceTransfer:
             for tensor in tensors_in(data):
                 if tensor.device.type == self._target.type:
                     tensor.record_stream(stream)
+
+
+def _level_of_user() -> int:
+    """How far up the first frame outside this package is: the line that a warning should show."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class _Walk:

@@ -171,7 +171,7 @@ class Drawer:
         counts = self._counts
         number = counts.drawn
         counts.drawn = number + 1
-        if not counts.peak_queued or len(self._queues) > 1:
+        if not counts.peak_queued or len(self._queues.by_size) > 1:
             counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
         if self._went_on is not None:
             self._went_on()

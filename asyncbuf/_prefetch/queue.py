@@ -401,21 +401,22 @@ class TicketQueues:
     Attributes:
         main: the queue of the buffer's own batch size; None if it has none.
         counts: what is counted of all of them.
+        by_size: the queues that are in use, by batch size.
     """
 
     def __init__(self, batch_size: int | None, prefetch: int) -> None:
         self.counts = Counts()
         self._offloads: dict[int, Offload] = {}
-        self._queues: dict[int, TicketQueue] = {}
+        self.by_size: dict[int, TicketQueue] = {}
         self.main: TicketQueue | None = None
         if batch_size is not None:
-            self.main = self._queues[batch_size] = TicketQueue(batch_size, prefetch, self._offload(batch_size))
+            self.main = self.by_size[batch_size] = TicketQueue(batch_size, prefetch, self._offload(batch_size))
 
     def of(self, batch_size: int) -> TicketQueue:
         """The queue of a batch size; all but the main one draw only what is asked for."""
-        queue = self._queues.get(batch_size)
+        queue = self.by_size.get(batch_size)
         if queue is None:
-            queue = self._queues[batch_size] = TicketQueue(batch_size, 0, self._offload(batch_size))
+            queue = self.by_size[batch_size] = TicketQueue(batch_size, 0, self._offload(batch_size))
         return queue
 
     def _offload(self, batch_size: int) -> Offload:
@@ -427,35 +428,35 @@ class TicketQueues:
     def forget(self, queue: TicketQueue) -> None:
         """Let the queue of another batch size go once nothing is in it."""
         if not queue.entries and queue is not self.main:
-            self._queues.pop(queue.batch_size, None)
+            self.by_size.pop(queue.batch_size, None)
 
     def __len__(self) -> int:
         """Number of queues."""
-        return len(self._queues)
+        return len(self.by_size)
 
     def __iter__(self) -> Iterator[TicketQueue]:
         """The queues that there are now."""
-        return iter(list(self._queues.values()))
+        return iter(list(self.by_size.values()))
 
     @property
     def entries(self) -> list[Entry]:
         """The tickets that nobody has taken, line by queue."""
-        return [entry for queue in self._queues.values() for entry in queue.entries]
+        return [entry for queue in self.by_size.values() for entry in queue.entries]
 
     @property
     def queued(self) -> int:
         """How many tickets nobody has taken."""
-        return sum([len(queue.entries) for queue in self._queues.values()])
+        return sum([len(queue.entries) for queue in self.by_size.values()])
 
     @property
     def in_flight(self) -> int:
         """How many of those are not settled."""
-        return sum(not entry.settled for queue in self._queues.values() for entry in queue.entries)
+        return sum(not entry.settled for queue in self.by_size.values() for entry in queue.entries)
 
     @property
     def waiting(self) -> int:
         """Number of consumers that wait."""
-        return sum([len(queue.waiters) for queue in self._queues.values()])
+        return sum([len(queue.waiters) for queue in self.by_size.values()])
 
     def notify(self, *, is_stuck: bool) -> None:
         """Let the first consumer of each queue look, if there is something to see.
@@ -463,7 +464,7 @@ class TicketQueues:
         Args:
             is_stuck: whether there is: a failed ticket that holds up those of every queue.
         """
-        for queue in self._queues.values():
+        for queue in self.by_size.values():
             if is_stuck and (first := queue.first) is not None:
                 first.notify()
             queue.notify()
@@ -479,5 +480,5 @@ class TicketQueues:
 
     def notify_all(self) -> None:
         """Let every consumer look: something happened that concerns all of them."""
-        for queue in self._queues.values():
+        for queue in self.by_size.values():
             queue.notify_all()

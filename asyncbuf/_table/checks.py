@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from asyncbuf.rows import Int64Array, Rows
 
 
-def draw(found: Draw, rows: Rows, name: str) -> None:
+def draw(found: Draw, rows: Rows, name: str, *, combines: bool) -> None:
     """See that a sampler returned valid rows.
+
+    Args:
+        found: what it returned.
+        rows: what there is to draw from.
+        name: name of its class.
+        combines: whether it has ``combine``, without which nobody would see what was joined.
 
     Raises:
         TypeError, ValueError, IndexError: it returned something else.
@@ -35,6 +41,11 @@ def draw(found: Draw, rows: Rows, name: str) -> None:
         raise ValueError(f"{name}.draw: expected a shape of {count} rows in all, found {found.shape}")
     if found.lengths is not None and int(found.lengths.sum()) != count:
         raise ValueError(f"{name}.draw: expected lengths of {count} rows in all, found {found.lengths.tolist()}")
+    if found.joins and not combines:
+        raise TypeError(
+            f"{name}: expected combine(draw, data, joined) beside draws with the joins {list(found.joins)}, found none "
+            "(`return {**data, **joined}` puts each join beside the fields of the batch)"
+        )
     for join, joined in found.joins.items():
         if not isinstance(joined, torch.Tensor) or joined.dtype is not torch.int64:
             raise TypeError(f"{name}.draw: expected the join {join!r} as an int64 tensor, found {joined!r}")

@@ -232,7 +232,7 @@ class Table:
             draw = sampler.draw(self.rows, batch_size, self.generator)
         else:
             draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
-            checks.draw(draw, self.rows, type(sampler).__name__)
+            checks.draw(draw, self.rows, type(sampler).__name__, combines="combine" in sampler.hooks)
         limits.drawn += 1
         # Of the samplers that are trusted, only those with passes give fewer rows than were asked for.
         limits.drawn_items += batch_size if draw.epoch is None and sampler.trusted else draw.indices.numel()

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from asyncbuf._disk.directory import CheckpointWriter, absolute, is_checkpoint, remove, sweep
 from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
-from asyncbuf.checkpoint.components import Captured, capture, is_stateful
-from asyncbuf.checkpoint.freeze import is_within_any
-from asyncbuf.checkpoint.global_generators import GlobalGenerators
-from asyncbuf.checkpoint.run_plan import FORMAT, RNG, VERSION, RunPlan
+from asyncbuf.checkpoint._components import Captured, capture, is_stateful
+from asyncbuf.checkpoint._freeze import is_within_any
+from asyncbuf.checkpoint._global_generators import GlobalGenerators
+from asyncbuf.checkpoint._run_plan import FORMAT, RNG, VERSION, RunPlan
 from asyncbuf.checkpoint.snapshotable import is_snapshotable
 from asyncbuf.errors import (
     CheckpointCorruptError,

@@ -11,13 +11,13 @@ from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolut
 from asyncbuf._plain.codec import join, split
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
-from asyncbuf.storage.frozen import Chunk, InMemoryRows, tensors_of
+from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-    from asyncbuf.storage.frozen import Frozen
+    from asyncbuf.storage._frozen import Frozen
 
 VERSION = 2
 FORMAT = "asyncbuf.snapshot"

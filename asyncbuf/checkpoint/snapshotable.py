@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     import os
     from contextlib import AbstractAsyncContextManager
 
-    from asyncbuf.checkpoint.freeze import Freeze
+    from asyncbuf.checkpoint._freeze import Freeze
+    from asyncbuf.checkpoint._snapshotter import Restore
     from asyncbuf.checkpoint.snapshot import Snapshot
-    from asyncbuf.checkpoint.snapshotter import Restore
 
 
 @runtime_checkable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from asyncbuf._plain.registry import when_imported
 
 
-def _tensordict() -> None:
-    from asyncbuf.integrations import tensordict
+def _register_tensordict() -> None:
+    from asyncbuf.integrations import _tensordict
 
-    tensordict.register()
+    _tensordict.register()
 
 
-when_imported("tensordict", _tensordict)
+when_imported("tensordict", _register_tensordict)

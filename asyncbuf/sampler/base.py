@@ -73,10 +73,11 @@ class Sampler(ABC):
             generator: the only source of randomness.
 
         Returns:
-            At most ``batch_size`` rows.
+            At most ``batch_size`` rows, in tensors that the sampler does not change or use afterwards.
 
         Raises:
-            ValueError: such a batch cannot be drawn from these rows; nothing has changed.
+            ValueError: such a batch cannot be drawn from these rows; nothing has changed. Not after ``may_draw`` of the
+                sampler said yes.
         """
 
     def may_draw(self, rows: Rows, batch_size: int) -> Answer:
@@ -129,6 +130,8 @@ class Sampler(ABC):
 
     def combine(self, draw: Draw, data: Any, joined: Mapping[str, Any]) -> Any:
         """Make one tree of a batch and what was joined to it (``Draw.joins``). Runs where transforms run.
+
+        A sampler whose draws have joins must define it. This one, for ``super()``, puts the joins beside the fields.
 
         Args:
             draw: the draw.

@@ -11,9 +11,9 @@ from asyncbuf._plain.state import fields, same
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NotYet
+from asyncbuf.sampler._pass_gaps import PassGaps
+from asyncbuf.sampler._permutation import Permutation
 from asyncbuf.sampler.base import Sampler
-from asyncbuf.sampler.pass_gaps import PassGaps
-from asyncbuf.sampler.permutation import Permutation
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Answer, Rows

@@ -1,8 +1,8 @@
 """Where items live."""
 
+from asyncbuf.storage._frozen import Chunk, Frozen
+from asyncbuf.storage._leaf import Field
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
-from asyncbuf.storage.frozen import Chunk, Frozen
-from asyncbuf.storage.leaf import Field
 from asyncbuf.storage.list import ListStorage
 from asyncbuf.storage.tensor import TensorStorage
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from asyncbuf._plain.codec import decode, encode
 from asyncbuf._runtime.arguments import count
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
-from asyncbuf.storage.frozen import Frozen, InMemoryRows
+from asyncbuf.storage._frozen import Frozen, InMemoryRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

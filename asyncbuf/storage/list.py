@@ -14,16 +14,16 @@ from asyncbuf._plain.codec import decode, encode, join, split
 from asyncbuf._plain.savable import MisfitError, check_savable
 from asyncbuf._runtime.own_memory import packed_memory
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
+from asyncbuf.storage._columns import of_items
+from asyncbuf.storage._frozen import Chunk, ChunkVersions, tensors_of
+from asyncbuf.storage._stacking import check_stackable, stacked
 from asyncbuf.storage.base import Prepared, Storage
-from asyncbuf.storage.columns import of_items
-from asyncbuf.storage.frozen import Chunk, ChunkVersions, tensors_of
-from asyncbuf.storage.stacking import check_stackable, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from asyncbuf.rows import RowRange
-    from asyncbuf.storage.frozen import Frozen
+    from asyncbuf.storage._frozen import Frozen
 
 _CHUNK_ITEMS = 1000
 _STRUCTURE = "structure"

@@ -11,12 +11,12 @@ import torch
 
 from asyncbuf._plain import tree
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
-from asyncbuf.storage import misfits
+from asyncbuf.storage import _misfits as misfits
+from asyncbuf.storage._columns import of_fields
+from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
+from asyncbuf.storage._leaf import Field, as_bits, fit
+from asyncbuf.storage._row_memory import FrozenRows, RowMemory, fill, parsed
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
-from asyncbuf.storage.columns import of_fields
-from asyncbuf.storage.frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
-from asyncbuf.storage.leaf import Field, as_bits, fit
-from asyncbuf.storage.row_memory import FrozenRows, RowMemory, fill, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -13,7 +13,7 @@ from asyncbuf.errors import BufferClosedError
 from asyncbuf.limiter import Limiter
 from asyncbuf.rows import Counters
 from asyncbuf.storage import TensorStorage
-from asyncbuf.testing.contract import Contract, check_malformed, revived
+from asyncbuf.testing._contract import Contract, check_malformed, revived
 from asyncbuf.testing.samplers import numbered_items
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from asyncbuf._plain.codec import encode
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.storage import TensorStorage
+from asyncbuf.testing._contract import Contract, check_malformed, is_picklable
+from asyncbuf.testing._sampler_history import Disturbance, History, Setting
 from asyncbuf.testing.compare import assert_same_batch
-from asyncbuf.testing.contract import Contract, check_malformed, is_picklable
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
-from asyncbuf.testing.sampler_history import Disturbance, History, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -12,8 +12,8 @@ import torch
 
 from asyncbuf.errors import SchemaError
 from asyncbuf.storage import Runs
-from asyncbuf.testing.contract import Contract, check_malformed, is_picklable, revived, scramble
-from asyncbuf.testing.storage_history import Shelf, StorageHistory, stacked
+from asyncbuf.testing._contract import Contract, check_malformed, is_picklable, revived, scramble
+from asyncbuf.testing._storage_history import Shelf, StorageHistory, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

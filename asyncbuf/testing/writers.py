@@ -15,8 +15,8 @@ from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.limiter import MinSize
 from asyncbuf.sampler import RandomSampler
 from asyncbuf.storage import TensorStorage
-from asyncbuf.storage.frozen import tensors_of
-from asyncbuf.testing.contract import Contract, check_malformed, is_picklable, revived, scramble
+from asyncbuf.storage._frozen import tensors_of
+from asyncbuf.testing._contract import Contract, check_malformed, is_picklable, revived, scramble
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
 from asyncbuf.testing.samplers import numbered_items
 from asyncbuf.writer import Writer

@@ -9,8 +9,8 @@ import torch
 from asyncbuf._plain.state import fields
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Placement, RowRange
+from asyncbuf.writer._freed_rows import FreedRows, SavedRows, ring_numbers
 from asyncbuf.writer.base import Writer
-from asyncbuf.writer.freed_rows import FreedRows, SavedRows, ring_numbers
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Int64Array, Rows

@@ -18,7 +18,7 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-from asyncbuf.config import BufferConfig
+from asyncbuf._config import BufferConfig
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"generator": 42}, TypeError, "found 42: write torch.Generator().manual_seed(42)"),

@@ -18,7 +18,7 @@ from tests.helpers import ThreadedStorage, check_same, fingerprint, jitter, rows
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from asyncbuf.config import Transform
+    from asyncbuf._config import Transform
 
 
 class Chaos:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from asyncbuf import SamplerWithoutReplacement
-from asyncbuf.checkpoint import components as parts_module
+from asyncbuf.checkpoint import _components as parts_module
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
 from tests.checkpoint.helpers import Run, bits, items
 from tests.helpers import check_same

@@ -155,9 +155,18 @@ class WrongShape(RandomSampler):
 
 
 class StrayJoin(RandomSampler):
+    def combine(self, draw: Draw, data: Any, joined: Any) -> Any:
+        return {**data, **joined}
+
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         draw = super().draw(rows, batch_size, generator)
         return draw._replace(joins={"next": draw.indices + 1})
+
+
+class JoinsForNobody(RandomSampler):
+    def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
+        draw = super().draw(rows, batch_size, generator)
+        return draw._replace(joins={"again": draw.indices})
 
 
 class SameTensorAgain(Sampler):
@@ -444,6 +453,7 @@ BROKEN: list[tuple[type[Sampler], str]] = [
     (TooMany, "at most batch_size rows"),
     (WrongShape, "a draw has valid rows"),
     (StrayJoin, "a draw has valid rows"),
+    (JoinsForNobody, "what it says of them fits.*combine"),
     (SameTensorAgain, "a draw stays as it was"),
     (PartOfItsState, "no business of the sampler|a draw stays as it was"),
     (SaysWhatCannotBeSaved, "what a draw says can be saved"),

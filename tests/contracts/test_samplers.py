@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asyncbuf import ListStorage, RandomSampler, Sampler, SamplerWithoutReplacement
+from asyncbuf import ListStorage, RandomSampler, ReplayBuffer, Sampler, SamplerWithoutReplacement, TensorStorage
 from asyncbuf.testing import check_sampler
-from tests.contracts.broken_samplers import BROKEN, CAPACITY, LeaseSampler, WeightSampler
-from tests.helpers import WeightedSampler
+from tests.contracts.broken_samplers import BROKEN, CAPACITY, JoinsForNobody, LeaseSampler, WeightSampler
+from tests.helpers import WeightedSampler, rows, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ async def test_items_and_storage_of_another_kind() -> None:
 
 @pytest.mark.parametrize(("kind", "rule"), BROKEN, ids=[kind.__name__ for kind, _ in BROKEN])
 def test_a_broken_sampler_is_caught(kind: type[Sampler], rule: str) -> None:
-    with pytest.raises(AssertionError, match=f"{kind.__name__} breaks the rule '.*({rule})") as caught:
+    with pytest.raises(AssertionError, match=f"{kind.__name__} breaks the rule .*({rule})") as caught:
         asyncio.run(check_sampler(kind, capacity=CAPACITY, **FEW))
     message = str(caught.value)
     assert "expected" in message
@@ -63,3 +63,12 @@ def test_a_factory_that_gives_the_same_sampler_is_caught() -> None:
 def test_a_batch_that_cannot_be_is_the_callers_error() -> None:
     with pytest.raises(ValueError, match="at most the capacity"):
         asyncio.run(check_sampler(lambda: SamplerWithoutReplacement(drop_last=True), capacity=24, batch_size=25))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+async def test_joins_that_nobody_would_see_are_refused(prefetch: int) -> None:
+    buffer = ReplayBuffer(TensorStorage(9), sampler=JoinsForNobody(), batch_size=2, prefetch=prefetch)
+    async with buffer:
+        await buffer.extend(rows(5))
+        with pytest.raises(TypeError, match="expected combine"):
+            await within(buffer.sample())

@@ -12,7 +12,7 @@ from asyncbuf import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorSto
 from tests.helpers import seeded
 
 if TYPE_CHECKING:
-    from asyncbuf.config import Transform
+    from asyncbuf._config import Transform
 
 # What "at once" may take on a slow machine. Nothing that is told at once waits for anything else.
 AT_ONCE = 2.0

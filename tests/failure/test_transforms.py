@@ -261,6 +261,13 @@ async def test_items_that_cannot_be_stacked(items: list[Any], message: str) -> N
         assert isinstance(info.value.__cause__, SchemaError)
 
 
+async def test_objects_that_could_never_be_stacked_are_refused() -> None:
+    buffer = ReplayBuffer(ListStorage(10), batch_size=2)
+    with pytest.raises(SchemaError, match=r"item 1/a: expected a tensor, array, number or string, found object"):
+        await buffer.extend([{"a": 1}, {"a": object()}])
+    assert len(buffer) == 0
+
+
 def noisy(data: Any) -> Any:
     raise LookupError("mine")
 
@@ -379,4 +386,4 @@ async def test_failed_calls_of_many_sizes_leave_nothing() -> None:
         for size in range(1, 50):
             with pytest.raises(LookupError):
                 await buffer.sample(size)
-        assert not buffer._parts.queues._queues
+        assert not buffer._parts.queues.by_size

@@ -309,3 +309,13 @@ async def test_items_without_the_columns_that_are_asked_for(items: list[Any], me
     with pytest.raises(SchemaError, match=message):
         await buffer.extend(items)
     assert len(buffer) == 0
+
+
+async def test_a_large_write_that_fails_leaves_no_thread() -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    buffer = ReplayBuffer(ThreadedStorage(20, on_write=fail))
+    with pytest.raises(MemoryError):
+        await buffer.extend(rows(3))
+    assert len(buffer) == 0  # the thread is looked for by the fixture that watches all tests

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from asyncbuf import MinSize, RoundRobinWriter, SamplerWithoutReplacement, TensorStorage
 from asyncbuf._table.table import Table
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.sampler.permutation import Permutation
+from asyncbuf.sampler._permutation import Permutation
 from tests.helpers import seeded
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncbuf.sampler.permutation import Permutation
+from asyncbuf.sampler._permutation import Permutation
 from tests.sampler.chi_square import assert_independent, assert_uniform
 
 LONG = 2**16 + 2**13 + 77

@@ -378,8 +378,8 @@ async def test_what_cannot_be_saved_says_where_and_hurts_nobody(tmp_path: Path) 
 
 @every_way
 async def test_rows_in_many_pieces(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncbuf.storage.row_memory.SEGMENT_BYTES", 100)
-    monkeypatch.setattr("asyncbuf.storage.row_memory.CHUNK_BYTES", 150)
+    monkeypatch.setattr("asyncbuf.storage._row_memory.SEGMENT_BYTES", 100)
+    monkeypatch.setattr("asyncbuf.storage._row_memory.CHUNK_BYTES", 150)
     async with await filled() as source:
         await source.sample()
         what = await saved(way, source, tmp_path)

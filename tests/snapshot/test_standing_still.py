@@ -321,7 +321,8 @@ async def test_a_dropped_ticket_is_waited_for_while_a_stateful_transform_is_at_w
         waiting = crew.start(HOLDS[hold](buffer, snapshot))
         await turns(50)  # the loop goes on
         assert not waiting.done()
-        assert "waits for a stateful transform that is at work" in buffer.why_blocked()
+        # A restore reads first, in a thread.
+        await until(lambda: "waits for a stateful transform that is at work" in buffer.why_blocked())
         stops.clear()
         stop.go.set()
         end = await within(waiting)

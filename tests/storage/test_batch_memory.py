@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbuf import Draw, GatherJobs, RowRange, TensorStorage
-from asyncbuf.storage import layout
-from asyncbuf.storage.leaf import Field
+from asyncbuf.storage import _layout as layout
+from asyncbuf.storage._leaf import Field
 
 ROWS = 50
 

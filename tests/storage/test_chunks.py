@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbuf import ListStorage, ReplayBuffer, RowRange, TensorStorage
-from asyncbuf.storage.frozen import Chunk, ChunkVersions, InMemoryRows, tensors_of
+from asyncbuf.storage._frozen import Chunk, ChunkVersions, InMemoryRows, tensors_of
 
 if TYPE_CHECKING:
     from asyncbuf import Storage
@@ -26,8 +26,8 @@ CAPACITY = 48
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments of five rows in a chunk of the one, ten items in a chunk of the other."""
-    monkeypatch.setattr("asyncbuf.storage.row_memory.SEGMENT_BYTES", 5 * 8)
-    monkeypatch.setattr("asyncbuf.storage.row_memory.CHUNK_BYTES", ROWS * 8)
+    monkeypatch.setattr("asyncbuf.storage._row_memory.SEGMENT_BYTES", 5 * 8)
+    monkeypatch.setattr("asyncbuf.storage._row_memory.CHUNK_BYTES", ROWS * 8)
     monkeypatch.setattr("asyncbuf.storage.list._CHUNK_ITEMS", ROWS)
 
 
@@ -188,7 +188,7 @@ def test_nothing_is_read_before_it_is_asked_for(make: type[Any], monkeypatch: py
 
     frozen = filled(make).freeze()
     monkeypatch.setattr("asyncbuf.storage.list.encode", no)
-    monkeypatch.setattr("asyncbuf.storage.frozen.CopyOnWrite.segments", no)
+    monkeypatch.setattr("asyncbuf.storage._frozen.CopyOnWrite.segments", no)
     chunks = [*frozen.chunks()]
     with pytest.raises(AssertionError, match="read"):
         assert chunks[0].tensors

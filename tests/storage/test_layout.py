@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncbuf.storage import layout
-from asyncbuf.storage.leaf import Field
-from asyncbuf.storage.row_memory import columns
+from asyncbuf.storage import _layout as layout
+from asyncbuf.storage._leaf import Field
+from asyncbuf.storage._row_memory import columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

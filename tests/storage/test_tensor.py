@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncbuf import SchemaError, TensorStorage
-from asyncbuf.storage.leaf import Field
+from asyncbuf.storage._leaf import Field
 from tests.storage.tensor_helpers import (
     DTYPES,
     NUMPY_DTYPES,

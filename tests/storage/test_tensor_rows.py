@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbuf import RowRange, SchemaError, TensorStorage
-from asyncbuf.storage.leaf import Field
+from asyncbuf.storage._leaf import Field
 from tests.storage.tensor_helpers import DTYPES, NUMPY_DTYPES, add, assert_same, extend, gather
 
 

@@ -263,10 +263,11 @@ class Freezer:
         async with self._limit(standing, timeout, timeout):
             standing.hold = await self._standstill.hold()
         self._holder = standing
-        standing.waits_for = self._standstill.waits_for
         if meanwhile is not None:
+            standing.waits_for = lambda: "what it reads"
             await meanwhile()
-        else:
+        standing.waits_for = self._standstill.waits_for
+        if meanwhile is None:
             await self._standstill.settle(None if timeout is None else start + _SETTLE_SHARE * timeout)
         # Not within the limit until here: what follows mostly has not to wait, and is in time then, however late.
         left = None if timeout is None else max(0.0, start + timeout - standing.loop.time())

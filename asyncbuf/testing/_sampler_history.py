@@ -14,9 +14,9 @@ from asyncbuf._table import checks
 from asyncbuf._table.table import Table
 from asyncbuf.batch import Draw
 from asyncbuf.limiter import MinSize
-from asyncbuf.storage.frozen import tensors_of
-from asyncbuf.testing.contract import Contract, revived, scramble, scramble_leaves
-from asyncbuf.testing.passes import Passes, Place
+from asyncbuf.storage._frozen import tensors_of
+from asyncbuf.testing._contract import Contract, revived, scramble, scramble_leaves
+from asyncbuf.testing._passes import Passes, Place
 from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ class History:
 
     def _check(self, draw: Draw, rows: Rows, size: int, place: Place) -> None:
         contract = self._contract
-        with contract.allowed("a draw has valid rows"):
-            checks.draw(draw, rows, contract.part)
+        with contract.allowed("a draw has valid rows, and what it says of them fits"):
+            checks.draw(draw, rows, contract.part, combines="combine" in self.sampler.hooks)
         drawn = draw.indices.numel()
         contract.require(drawn <= size, "a draw has at most batch_size rows", f"at most {size}", drawn)
         valid = rows.at(torch.arange(rows.size)).tolist()

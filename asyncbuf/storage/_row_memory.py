@@ -12,17 +12,17 @@ from asyncbuf._plain.codec import dtype_name, dtype_named
 from asyncbuf._plain.tree import builder, flat_keys
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.storage import layout
-from asyncbuf.storage.batch_memory import BatchMemory
-from asyncbuf.storage.frozen import Chunk, ChunkVersions
-from asyncbuf.storage.leaf import Field, as_bits
-from asyncbuf.storage.recycling import Slots
+from asyncbuf.storage import _layout as layout
+from asyncbuf.storage._batch_memory import BatchMemory
+from asyncbuf.storage._frozen import Chunk, ChunkVersions
+from asyncbuf.storage._leaf import Field, as_bits
+from asyncbuf.storage._recycling import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from asyncbuf._plain import tree
-    from asyncbuf.storage.frozen import CopyOnWrite
+    from asyncbuf.storage._frozen import CopyOnWrite
 
 # Rows that are copied aside together when they are about to be overwritten.
 SEGMENT_BYTES = 1024 * 1024

@@ -12,7 +12,7 @@ from asyncbuf._plain.state import fields, same
 from asyncbuf._prefetch.tickets import Tickets
 from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from asyncbuf.storage.frozen import tensors_of
+from asyncbuf.storage._frozen import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

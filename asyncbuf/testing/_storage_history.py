@@ -16,7 +16,7 @@ from asyncbuf.batch import Draw
 from asyncbuf.errors import SchemaError
 from asyncbuf.rows import RowRange
 from asyncbuf.storage import GatherJobs, Runs
-from asyncbuf.testing.contract import Contract, scramble_leaves
+from asyncbuf.testing._contract import Contract, scramble_leaves
 
 if TYPE_CHECKING:
     import random

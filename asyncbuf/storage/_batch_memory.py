@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncbuf.storage.layout import Group, Layout
-    from asyncbuf.storage.leaf import Field
+    from asyncbuf.storage._layout import Group, Layout
+    from asyncbuf.storage._leaf import Field
 
     Array = np.ndarray[Any, Any]
     # Shape, dtype, number of the array (None for one of its own), offset and strides.

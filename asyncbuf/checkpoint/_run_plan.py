@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from asyncbuf._disk.directory import CheckpointReader, is_checkpoint
 from asyncbuf._plain.codec import decode, join
 from asyncbuf._runtime.threads import in_thread
-from asyncbuf.checkpoint.components import BUFFER, OBJECT, VALUE, state_of
+from asyncbuf.checkpoint._components import BUFFER, OBJECT, VALUE, state_of
 from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.checkpoint.snapshotable import Snapshotable, is_snapshotable
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointVersionError
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from asyncbuf.checkpoint.global_generators import GlobalGenerators
-    from asyncbuf.checkpoint.snapshotter import Restore
+    from asyncbuf.checkpoint._global_generators import GlobalGenerators
+    from asyncbuf.checkpoint._snapshotter import Restore
 
 VERSION = 1
 FORMAT = "asyncbuf.run"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from asyncbuf.batch import Draw
     from asyncbuf.rows import Rows
     from asyncbuf.sampler import Sampler
-    from asyncbuf.testing.contract import Contract
+    from asyncbuf.testing._contract import Contract
 
 _EPOCH = "epoch is the number of the pass of the next draw"
 _BETWEEN = "between_epochs says whether the next draw begins a pass"

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from asyncbuf.storage.leaf import Field
+    from asyncbuf.storage._leaf import Field
 
 # Up to how many bytes a field is packed. Fields that are copied out of the gathered records gain less: beyond this size
 # the second copy costs more than the second place in memory.

@@ -12,7 +12,7 @@ from asyncbuf.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Int64Array, Rows
-    from asyncbuf.sampler.permutation import Permutation
+    from asyncbuf.sampler._permutation import Permutation
 
 
 class PassGaps:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncbuf.errors import SchemaError
-from asyncbuf.storage import misfits
+from asyncbuf.storage import _misfits as misfits
 
 # Copies go through numpy, whose row assignment and `take` are several times cheaper than torch's for small rows. Dtypes
 # that numpy lacks travel as unsigned integers of the same size: only bits are moved, nothing is computed.

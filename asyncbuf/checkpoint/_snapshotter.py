@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._runtime.threads import in_thread
-from asyncbuf.checkpoint.buffer_state import RestorePlan
-from asyncbuf.checkpoint.freeze import Freezer
+from asyncbuf.checkpoint._buffer_state import RestorePlan
+from asyncbuf.checkpoint._freeze import Freezer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from asyncbuf._prefetch.standstill import Standstill
     from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf._table.gate import HistoryGate
-    from asyncbuf.checkpoint.buffer_state import BufferState, Complete
-    from asyncbuf.checkpoint.freeze import Freeze
+    from asyncbuf.checkpoint._buffer_state import BufferState, Complete
+    from asyncbuf.checkpoint._freeze import Freeze
     from asyncbuf.checkpoint.snapshot import Snapshot
 
 

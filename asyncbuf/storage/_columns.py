@@ -10,7 +10,7 @@ import torch
 from asyncbuf._plain import registry
 from asyncbuf._runtime.summary import summary
 from asyncbuf.errors import SchemaError
-from asyncbuf.storage.leaf import Field, as_bits
+from asyncbuf.storage._leaf import Field, as_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

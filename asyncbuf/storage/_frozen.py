@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncbuf.rows import RowRange
-    from asyncbuf.storage.layout import Records
+    from asyncbuf.storage._layout import Records
 
 
 class Chunk:

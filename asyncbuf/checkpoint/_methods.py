@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.reentry import ReentryGuard
-    from asyncbuf.checkpoint.freeze import Freeze
-    from asyncbuf.checkpoint.snapshotter import Restore, Snapshotter
+    from asyncbuf.checkpoint._freeze import Freeze
+    from asyncbuf.checkpoint._snapshotter import Restore, Snapshotter
 
 
 class SnapshotMethods:

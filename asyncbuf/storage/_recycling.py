@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from asyncbuf.storage.batch_memory import SlotMaker
+from asyncbuf.storage._batch_memory import SlotMaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
 
-    from asyncbuf.storage.batch_memory import BatchMemory, Scratch, Slot
+    from asyncbuf.storage._batch_memory import BatchMemory, Scratch, Slot
 
     Takes = Sequence[Callable[..., object]]
 

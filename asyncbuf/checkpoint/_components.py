@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from asyncbuf._disk.directory import CheckpointWriter
-    from asyncbuf.checkpoint.freeze import Freeze
+    from asyncbuf.checkpoint._freeze import Freeze
 
 # Bounds the memory that a save takes beside the copies, and how long a cancelled one goes on.
 _FILE_BYTES = 64 * 1024 * 1024
