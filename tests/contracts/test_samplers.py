@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asyncbuf import ListStorage, RandomSampler, ReplayBuffer, Sampler, SamplerWithoutReplacement, TensorStorage, WriteEvent
+from asyncbuf import (
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    Sampler,
+    SamplerWithoutReplacement,
+    TensorStorage,
+    WriteEvent,
+)
 from asyncbuf.testing import check_sampler
 from tests.contracts.broken_samplers import BROKEN, CAPACITY, JoinsForNobody, LeaseSampler, WeightSampler
 from tests.helpers import WeightedSampler, rows, within
