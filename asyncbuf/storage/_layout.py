@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from asyncbuf.storage._leaf import Field
 
@@ -84,9 +84,10 @@ class Layout(NamedTuple):
     def offset(self, number: int) -> int:
         """Bytes from the start of its record to a field."""
         place = self.places[number]
-        members = self.records[place.block].fields
+        members: Mapping[str, Any] | None = self.records[place.block].fields  # of literal strings, say the stubs
         assert members is not None  # every record has fields
-        return members[place.name][1]
+        offset: int = members[place.name][1]
+        return offset
 
 
 def plan(fields: Sequence[Field], most: int = PACKED_FIELD_BYTES) -> Layout:
