@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from asyncbuf.storage._leaf import Field
 
@@ -84,8 +84,7 @@ class Layout(NamedTuple):
     def offset(self, number: int) -> int:
         """Bytes from the start of its record to a field."""
         place = self.places[number]
-        members: Mapping[str, Any] | None = self.records[place.block].fields  # of literal strings, say the stubs
-        assert members is not None  # every record has fields
+        members: Any = self.records[place.block].fields  # by literal strings, the stubs say
         offset: int = members[place.name][1]
         return offset
 
