@@ -40,6 +40,7 @@ class Assembly:
         writes: the way of an item.
         queues: tickets that nobody has taken, and the consumers that wait for them.
         drawer: draws tickets.
+        gatherer: reads their rows.
         fetcher: makes them into batches.
         pipeline: hands them over.
         background: the tasks behind it.
@@ -84,6 +85,7 @@ class Assembly:
         )
         self.queues = prefetch.queues
         self.drawer = prefetch.drawer
+        self.gatherer = prefetch.gatherer
         self.fetcher = prefetch.fetcher
         self.pipeline = prefetch.pipeline
         self.background = prefetch.background
@@ -130,7 +132,7 @@ class Assembly:
 
     def stats(self) -> BufferStats:
         """Counters, at this moment."""
-        table, queues, fetcher, counts = self.table, self.queues, self.fetcher, self.queues.counts
+        table, queues, gatherer, counts = self.table, self.queues, self.gatherer, self.queues.counts
         return BufferStats(
             size=table.size,
             capacity=table.storage.capacity,
@@ -143,11 +145,11 @@ class Assembly:
             waiting_consumers=queues.waiting,
             waiting_writers=self.gate.waiting_writers + (0 if self.admission is None else self.admission.waiting),
             peak_queued=counts.peak_queued,
-            gather_seconds=fetcher.gather_seconds,
+            gather_seconds=gatherer.seconds,
             wait_seconds=counts.wait_seconds,
             retries=counts.retries,
-            inline_gathers=fetcher.inline_gathers,
-            thread_gathers=fetcher.thread_gathers,
+            inline_gathers=gatherer.inline,
+            thread_gathers=gatherer.elsewhere,
             stale_priorities=table.stale_priorities,
         )
 

@@ -198,6 +198,9 @@ class TransformClock:
     def perf_counter(self) -> float:
         return self.now
 
+    def thread_time(self) -> float:
+        return self.now
+
 
 class ThreadedStorage(TensorStorage):
     """Says that everything is large, so that every copy of rows happens in a thread, where it first calls a hook."""

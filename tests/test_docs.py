@@ -16,6 +16,10 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+import torch
+
+from asyncbuf import Placement, ReplayBuffer, RowRange, Rows, TensorStorage, WriteEvent
+from tests.helpers import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,12 +87,44 @@ def test_blocks_compile_and_those_that_are_runnable_run(page: Path, modules: dic
             run(block, modules[page])
 
 
+def loaded(page: Path, name: str, modules: dict[Path, ModuleType]) -> ModuleType:
+    """The module of a page, run if it lacks a name."""
+    if not hasattr(modules[page], name):
+        test_blocks_compile_and_those_that_are_runnable_run(page, modules)
+    return modules[page]
+
+
 @pytest.mark.parametrize(("page", "name"), [(page, name) for page in PAGES for name in names(page)])
 def test_examples_of_tests_pass(page: Path, name: str, modules: dict[Path, ModuleType]) -> None:
-    module = modules[page]
-    if not hasattr(module, name):
-        test_blocks_compile_and_those_that_are_runnable_run(page, modules)
-    asyncio.run(getattr(module, name)())
+    asyncio.run(getattr(loaded(page, name, modules), name)())
+
+
+def test_the_sampler_that_uses_each_item_once_keeps_them_oldest_first(modules: dict[Path, ModuleType]) -> None:
+    module = loaded(ROOT / "docs" / "extending.md", "OnceSampler", modules)
+
+    async def numbers() -> list[int]:
+        buffer = ReplayBuffer(TensorStorage(24), sampler=module.OnceSampler(), batch_size=4, prefetch=3)
+        async with buffer:
+            await buffer.extend(module.transitions(24, 0))
+            first = await buffer.sample()
+            await until(lambda: buffer.stats().queued == 3)
+            assert await buffer.flush() == 3
+            await buffer.finish()
+            return torch.cat([first.info["number"], *[batch.info["number"] async for batch in buffer]]).tolist()
+
+    assert asyncio.run(numbers()) == list(range(24))
+
+
+def test_a_new_item_in_a_row_of_a_dropped_ticket_stays_drawn(modules: dict[Path, ModuleType]) -> None:
+    module = loaded(ROOT / "docs" / "extending.md", "OnceSampler", modules)
+    sampler, table, generator = module.OnceSampler(), Rows(4, 4, 4), torch.Generator()
+    placement = Placement(4, (RowRange(0, 0, 4),))
+    sampler.wrote(WriteEvent(placement, 0, table))
+    old = sampler.draw(table, 4, generator)
+    sampler.wrote(WriteEvent(placement, 4, table))
+    sampler.draw(table, 4, generator)
+    sampler.dropped(old)
+    assert not sampler.may_draw(table, 1)
 
 
 def test_there_is_something_to_run() -> None:

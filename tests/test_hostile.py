@@ -301,6 +301,7 @@ async def test_thousands_of_failing_turns_in_a_row(count: int) -> None:
         assert (await within(buffer.sample())).number == 0
 
 
+@pytest.mark.usefixtures("transform_clock")  # a machine that is busy must not move the transforms to threads
 async def test_a_restore_whose_transforms_raise_something_odd_is_live() -> None:
     kind: type[BaseException] | None = None
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.fetch import Fetcher
+    from asyncbuf._prefetch.gather import Gatherer
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueue, TicketQueues, Waiter
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
@@ -27,7 +28,8 @@ class Drawer:
         table: what tickets are drawn from.
         gate: the history.
         queues: where tickets go.
-        fetcher: makes them into batches.
+        gatherer: reads rows.
+        fetcher: makes tickets into batches.
         lifecycle: that of the buffer; nothing is drawn while it is not open.
         went_on: called after each draw and each change of the table; None if nobody waits for that.
 
@@ -40,6 +42,7 @@ class Drawer:
         table: Table,
         gate: HistoryGate,
         queues: TicketQueues,
+        gatherer: Gatherer,
         fetcher: Fetcher,
         lifecycle: Lifecycle,
         went_on: Callable[[], None] | None = None,
@@ -47,6 +50,7 @@ class Drawer:
         self._table = table
         self._gate = gate
         self._queues = queues
+        self._gatherer = gatherer
         self._fetcher = fetcher
         self._life = lifecycle
         self._counts = queues.counts
@@ -150,12 +154,12 @@ class Drawer:
         """
         if not self._table.may_draw(queue.batch_size):
             return None
-        if not self._fetcher.gathers_now(queue.batch_size, queue.offload):
+        if not self._gatherer.runs_now(queue.batch_size, queue.offload):
             return None
         draw = None
         try:
             draw = self._table.draw(queue.batch_size)
-            data = self._fetcher.gathered(draw)
+            data = self._gatherer.gathered(draw)
             if draw.shape is not None:
                 data = shaped(data, draw.shape)
         except BaseException as error:

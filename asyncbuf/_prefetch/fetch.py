@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
-import inspect
-import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.gathered import arranged, with_joins
-from asyncbuf._prefetch.offload import INLINE_BYTES
 from asyncbuf._prefetch.queue import Entry, Stage
-from asyncbuf._prefetch.transforms import Partial, TransformChain
 from asyncbuf._runtime.lifecycle import State
-from asyncbuf._runtime.supervisor import FAILURES, detached, logger
-from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, is_inference_on
-from asyncbuf.storage.base import GatherJobs, Runs
+from asyncbuf._runtime.supervisor import FAILURES, detached
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-    from concurrent.futures import Future
+    from collections.abc import Iterable
 
+    from asyncbuf._prefetch.gather import Gatherer
     from asyncbuf._prefetch.offload import Offload
     from asyncbuf._prefetch.queue import TicketQueues
+    from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
-    from asyncbuf.batch import Draw
-    from asyncbuf.storage import Storage
 
 
 class Fetcher:
@@ -39,53 +30,42 @@ class Fetcher:
     copying threads, transforms in workers (which move sync ones to threads of their own).
 
     Args:
-        storage: where rows are gathered.
+        gatherer: reads rows.
         chain: what is done to gathered rows.
-        gate: the history; rows that are still being gathered hold a read lock there.
+        gate: the history.
         queues: whose consumers look again when an entry has become a batch or has failed.
-        threads: where large gathers and sync transforms run.
+        threads: where sync transforms run.
         lifecycle: that of the buffer.
-
-    Attributes:
-        gather_seconds: time spent gathering, all threads together.
-        inline_gathers: how often rows were gathered on the event loop.
-        thread_gathers: how often elsewhere.
     """
 
     def __init__(
         self,
-        storage: Storage,
+        gatherer: Gatherer,
         chain: TransformChain,
         gate: HistoryGate,
         queues: TicketQueues,
         threads: Threads,
         lifecycle: Lifecycle,
     ) -> None:
-        self._storage = storage
+        self._gatherer = gatherer
         self._chain = chain
         self._gate = gate
         self._queues = queues
         self._threads = threads
         self._life = lifecycle
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._todo: asyncio.Queue[Entry] = asyncio.Queue()
-        self._awaited: set[asyncio.Task[None]] = set()
         self._in_order = _InOrder()
         self._resting = False
         self._steps: deque[asyncio.Future[None]] = deque()
-        self._gathers_inline = storage.runs in (Runs.ANYWHERE, Runs.LOOP)
-        self.gather_seconds = 0.0
-        self.inline_gathers = self.thread_gathers = 0
 
     def open(self) -> None:
         """Belong to the running event loop."""
-        self._loop = asyncio.get_running_loop()
+        self._gatherer.open()
         self._todo = asyncio.Queue()
 
     async def close(self) -> None:
         """Wait for gathers and threads; the workers have ended before."""
-        while self._awaited:
-            await asyncio.wait(self._awaited)
+        await self._gatherer.close()
         await self._threads.close()
         self._in_order.is_busy = False
         self.went_on()
@@ -93,7 +73,7 @@ class Fetcher:
     def abandon(self) -> None:
         """The event loop was closed in the middle of everything: what was at work there has never been."""
         self._threads.abandon()
-        self._awaited.clear()
+        self._gatherer.abandon()
         self._steps.clear()
         self._in_order.is_busy = self._resting = False
         for entry in self._queues.entries:
@@ -113,18 +93,6 @@ class Fetcher:
             self._in_order.add([entry])
         self._gather(entry, offload, is_urgent=is_urgent)
 
-    def gathers_now(self, batch_size: int, offload: Offload) -> bool:
-        """Decide to gather a draw in the step in which it is drawn, and count it; the caller must then gather."""
-        if not self._gathers_inline:
-            return False
-        nbytes = self._storage.gather_nbytes(batch_size)
-        if nbytes > INLINE_BYTES:
-            if not offload.gathers_here(nbytes):
-                return False
-            offload.drawn(nbytes)
-        self.inline_gathers += 1
-        return True
-
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets queued."""
         entries = list(entries)
@@ -140,7 +108,7 @@ class Fetcher:
         if self._life.reason is not None or entry.gathering or entry.dropped or entry.progress is not None:
             return  # its turn came late: the buffer was closed meanwhile, and perhaps opened again
         try:
-            self._begin_gather(entry, offload, is_urgent=is_urgent)
+            self._gatherer.begin(entry, offload, is_urgent=is_urgent, arrived=self._arrived)
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, FAILURES):
@@ -149,98 +117,7 @@ class Fetcher:
         if entry.progress is not None:
             self._transform(entry)
 
-    def _begin_gather(self, entry: Entry, offload: Offload | None, *, is_urgent: bool) -> None:
-        """Gather the rows here, or let threads or the storage itself begin with it."""
-        draw = with_joins(entry.ticket.draw)
-        nbytes = self._storage.gather_nbytes(draw.indices.shape[0])
-        if self._runs_here(nbytes, offload):
-            self.inline_gathers += 1
-            entry.keep(self._arranged(entry, self.gathered(draw)))
-            return
-        self.thread_gathers += 1
-        parts = self._threads.parts(nbytes) if is_urgent else 1
-        rows = self._storage.begin_gather(draw, inline=False, parts=parts)
-        if isinstance(rows, GatherJobs):
-            done = self._threads.copy_together([functools.partial(self._timed, job) for job in rows.jobs])
-            self._reads(entry)
-            done.add_done_callback(functools.partial(self._post, entry, rows.combine))
-        elif inspect.isawaitable(rows):
-            self._reads(entry)
-            task = asyncio.create_task(self._await_rows(entry, rows), context=contextvars.Context())
-            self._awaited.add(task)
-            task.add_done_callback(self._awaited.discard)
-        else:
-            entry.keep(self._arranged(entry, rows))
-
-    def _arranged(self, entry: Entry, rows: Any) -> Partial:
-        """Gathered rows, in the shape and with the joins that the draw asked for."""
-        draw = entry.ticket.draw
-        if draw.shape is None and not draw.joins:
-            return Partial(0, rows)
-        return Partial(0, arranged(draw, rows, are_items=self._storage.needs_collate))
-
-    def _runs_here(self, nbytes: int, offload: Offload | None) -> bool:
-        """Whether rows are gathered on the event loop: as the storage says, or else what was found to be faster."""
-        runs = self._storage.runs
-        if runs is not Runs.ANYWHERE:
-            return runs is Runs.LOOP
-        if offload is None:
-            return nbytes <= INLINE_BYTES
-        here = offload.gathers_here(nbytes)
-        offload.drawn(nbytes)
-        return here
-
-    def gathered(self, draw: Draw) -> Any:
-        """Rows of the storage; the time that took goes into the statistics."""
-        if is_inference_on() or dispatch_modes():
-            with Swapped():
-                return self.gathered(draw)
-        start = time.perf_counter()
-        data = self._storage.gather(draw.indices)
-        self.gather_seconds += time.perf_counter() - start
-        return data
-
-    def _timed(self, copy: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        copy()
-        self.gather_seconds += time.perf_counter() - start
-
-    def _reads(self, entry: Entry) -> None:
-        """Its rows are being read from now on, until ``_arrived``."""
-        entry.gathering = True
-        self._gate.acquire_read()
-
-    async def _await_rows(self, entry: Entry, rows: Awaitable[Any]) -> None:
-        start = time.perf_counter()
-        try:
-            data = await rows
-        except BaseException as error:
-            self._arrived(entry, error)
-            if not isinstance(error, FAILURES):
-                raise
-        else:
-            self.gather_seconds += time.perf_counter() - start
-            self._arrived(entry, None, lambda: data)
-
-    def _post(self, entry: Entry, combine: Callable[[], Any], done: Future[Any]) -> None:
-        """From the copying threads back to the event loop."""
-        assert self._loop is not None
-        error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        try:
-            self._loop.call_soon_threadsafe(self._arrived, entry, error, combine)
-        except RuntimeError:
-            logger.debug("the event loop was closed while rows were being gathered")
-
-    def _arrived(self, entry: Entry, error: BaseException | None, combine: Callable[[], Any] | None = None) -> None:
-        """All rows of an entry are read, or could not be."""
-        entry.gathering = False
-        if combine is not None and error is None:
-            try:
-                with Swapped():
-                    entry.keep(self._arranged(entry, combine()))
-            except BaseException as failure:
-                error = failure
-        self._gate.release_read()
+    def _arrived(self, entry: Entry, error: BaseException | None) -> None:
         if error is None:
             self._transform(entry)
         else:

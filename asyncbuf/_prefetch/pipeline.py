@@ -170,6 +170,8 @@ class Pipeline:
             queue.notify()
         else:
             self._queues.forget(queue)
+        if self._fetcher.stuck is not None:
+            self._queues.notify(is_stuck=True)
 
     def _is_served(self, queue: TicketQueue, waiter: Waiter) -> bool:
         """Whether the wait of a consumer is over: its batch is there, or its pass has no more.
@@ -198,10 +200,15 @@ class Pipeline:
             raise entry.failure()
         if entry.batch is None:
             stuck = self._fetcher.stuck
-            if stuck is not None and waiter.answered and not stuck.reported:
+            if stuck is not None and waiter.answered and not (stuck.reported and self._may_be_retried()):
                 raise stuck.failure()  # nobody may come for that one
             return False
         return True
+
+    def _may_be_retried(self) -> bool:
+        """Whether a consumer waits that may try the ticket again that holds up the others."""
+        main = self.main_queue
+        return main is not None and bool(main.waiters)
 
     def _raise_if_nothing_will_come(self, queue: TicketQueue) -> None:
         answer = self._table.may_draw(queue.batch_size)

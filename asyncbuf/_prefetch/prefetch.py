@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from asyncbuf._prefetch.background import Background
 from asyncbuf._prefetch.drawer import Drawer
 from asyncbuf._prefetch.fetch import Fetcher
+from asyncbuf._prefetch.gather import Gatherer
 from asyncbuf._prefetch.pipeline import Pipeline
 from asyncbuf._prefetch.queue import TicketQueues
 from asyncbuf._prefetch.standstill import Standstill
@@ -39,6 +40,7 @@ class Prefetch:
     Attributes:
         queues: the tickets that nobody has taken, and the consumers that wait for them.
         drawer: draws tickets.
+        gatherer: reads their rows.
         fetcher: makes them into batches.
         pipeline: hands them over.
         standstill: stops all that for a snapshot.
@@ -60,8 +62,9 @@ class Prefetch:
         went_on: Callable[[], None] | None = None,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
-        fetcher = self.fetcher = Fetcher(table.storage, chain, gate, queues, threads, lifecycle)
-        drawer = self.drawer = Drawer(table, gate, queues, fetcher, lifecycle, went_on)
+        gatherer = self.gatherer = Gatherer(table.storage, gate, threads)
+        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle)
+        drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, lifecycle, went_on)
         pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
         device_step = len(chain.steps) - 1 if chain.delivers else None
         self.standstill = Standstill(pipeline, drawer, queues, fetcher, gate, lifecycle, device_step)

@@ -73,11 +73,11 @@ class Contract:
                 raise
             raise AssertionError(f"{self.part} breaks the rule {rule!r} ({self.where}): {error}") from error
 
-    def same(self, found: Any, expected: Any, rule: str) -> None:
-        """See that two values are the same bit for bit."""
+    def same(self, found: Any, expected: Any, rule: str, what: str = "") -> None:
+        """See that two values are the same bit for bit; ``what`` stands before the words that say what differs."""
         if not _surely_same(found, expected):
-            what = difference(found, expected)
-            self.require(what is None, rule, "the same", what)
+            differs = difference(found, expected)
+            self.require(differs is None, rule, "the same", f"{what}: {differs}" if what else differs)
 
     def state(self, part: Any) -> Any:
         """The state of a part as plain data in memory of its own."""
@@ -227,8 +227,12 @@ def check_malformed(contract: Contract, part: Any, good: Any) -> None:
         try:
             part.load_state_dict(state)
         except Exception:
-            contract.same(contract.state(part), before, rule)
+            with contract.allowed(rule):
+                after = part.state_dict()
+            contract.same(encode(after, "state_dict"), before, rule)
         else:
+            with contract.allowed("load_state_dict refuses or takes over a state"):
+                part.state_dict()
             with contract.allowed("load_state_dict takes back what state_dict gave out"):
                 part.load_state_dict(revived(before))
     contract.where = where

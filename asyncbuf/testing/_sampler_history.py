@@ -13,6 +13,7 @@ from asyncbuf._plain.codec import encode
 from asyncbuf._table import checks
 from asyncbuf._table.table import Table
 from asyncbuf.batch import Draw
+from asyncbuf.errors import SchemaError
 from asyncbuf.limiter import MinSize
 from asyncbuf.storage._frozen import tensors_of
 from asyncbuf.testing._contract import Contract, revived, scramble, scramble_leaves
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from asyncbuf.rows import Answer, Rows
     from asyncbuf.sampler import Sampler
-    from asyncbuf.storage import Storage
+    from asyncbuf.storage import Prepared, Storage
 
 _STEPS = {"write": 4.0, "draw": 7.0, "hand over": 4.0, "drop": 1.0, "update priority": 2.0}
 _ROUGH = {**_STEPS, "remove": 3.0}
@@ -147,6 +148,7 @@ class History:
         table, contract = self._table, self._contract
         items = self._setting.items(count, self._written)
         prepared = table.storage.prepare(items)
+        self._see_columns(prepared)
         placement = table.place(count)
         before = self._state_if("check_write")
         try:
@@ -166,6 +168,18 @@ class History:
         if self._disturbance is Disturbance.ITEMS:
             scramble_leaves(items)
         return placement.rows.tolist()
+
+    def _see_columns(self, prepared: Prepared) -> None:
+        """See that the items have what the sampler asks for: else every write would be taken for refused."""
+        columns = self.sampler.columns
+        if not columns:
+            return
+        try:
+            self._table.storage.columns(prepared, columns)
+        except SchemaError as error:
+            rule = "items have the leaves that Sampler.columns names"
+            expected = f"{list(columns)} (misspelt, or hand in items= that have them)"
+            raise self._contract.broken(rule, expected, repr(error)) from error
 
     def _state_if(self, hook: str) -> Any:
         return self._contract.state(self.sampler) if self._is_strict and hook in self.sampler.hooks else None

@@ -12,14 +12,16 @@ from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.limiter import Limiter
 from asyncbuf.rows import Counters
+from asyncbuf.sampler import RandomSampler
 from asyncbuf.storage import TensorStorage
 from asyncbuf.testing._contract import Contract, check_malformed, revived
 from asyncbuf.testing.samplers import numbered_items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from asyncbuf.rows import Answer
+    from asyncbuf.sampler import Sampler
 
 _WRITERS, _CONSUMERS, _WRITES = 3, 2, 10
 
@@ -27,6 +29,7 @@ _WRITERS, _CONSUMERS, _WRITES = 3, 2, 10
 async def check_limiter(
     make_limiter: Callable[[], Limiter],
     *,
+    make_sampler: Callable[[], Sampler] = RandomSampler,
     capacity: int = 16,
     batch_size: int = 4,
     write_sizes: Iterable[int] = (1, 2, 3),
@@ -44,6 +47,8 @@ async def check_limiter(
 
     Args:
         make_limiter: makes a new limiter, always the same.
+        make_sampler: makes the sampler of the whole buffers. A limiter that relies on rows leaving needs one whose
+            ``handed_over`` returns rows. Items have the fields of ``check_sampler``.
         capacity: number of rows.
         batch_size: number of rows of a draw.
         write_sizes: how many items are written at once. With the smallest, somebody must always be able to go on.
@@ -58,7 +63,7 @@ async def check_limiter(
     limiter = make_limiter()
     limiter.check(capacity)
     contract = Contract(type(limiter).__name__)
-    setting = _Setting(make_limiter, capacity, batch_size, tuple(sorted(write_sizes)), seconds)
+    setting = _Setting(make_limiter, make_sampler, capacity, batch_size, tuple(sorted(write_sizes)), seconds)
     contract.same(contract.state(make_limiter()), contract.state(limiter), "the factory makes equal limiters")
     for seed in seeds:
         _check_history(setting, seed, steps, contract)
@@ -73,6 +78,7 @@ class _Setting(NamedTuple):
     """What is checked, and with what."""
 
     make_limiter: Callable[[], Limiter]
+    make_sampler: Callable[[], Sampler]
     capacity: int
     batch_size: int
     write_sizes: tuple[int, ...]
@@ -232,6 +238,7 @@ class _Run:
         self._is_over = False
         self._buffer = ReplayBuffer(
             TensorStorage(setting.capacity),
+            sampler=setting.make_sampler(),
             limiter=_watched(setting.make_limiter(), self._log),
             batch_size=setting.batch_size,
             prefetch=self._choose.choice((0, 2)),
@@ -244,26 +251,32 @@ class _Run:
         async with buffer:
             consumers = [asyncio.create_task(self._consume()) for _ in range(_CONSUMERS)]
             writers = [asyncio.create_task(self._write(_WRITES)) for _ in range(_WRITERS)]
+            end = asyncio.create_task(self._end(writers, consumers))
             try:
-                async with asyncio.timeout(self._setting.seconds):
-                    await asyncio.gather(*writers)
-                    await self._last_write()
-                    self._is_over = True
-                    await buffer.finish()
-                    await asyncio.gather(*consumers)
-            except TimeoutError as error:
-                raise contract.broken(rule, "an end", buffer.why_blocked()) from error
+                # Not by asyncio.timeout, which cancels before anybody can ask what is waited for.
+                await asyncio.wait({end}, timeout=self._setting.seconds)
+                if not end.done():
+                    raise contract.broken(rule, "an end", buffer.why_blocked())
+                end.result()
             except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
                 raise contract.broken(rule, "no error", repr(error)) from error
             finally:
-                for task in (*writers, *consumers):
+                for task in (end, *writers, *consumers):
                     task.cancel()
-                await asyncio.gather(*writers, *consumers, return_exceptions=True)
+                await asyncio.gather(end, *writers, *consumers, return_exceptions=True)
         stats = buffer.stats()
         rule = "every item whose write returned is written once, and no other is"
         contract.require(stats.write_count == self._written, rule, self._written, stats.write_count)
         rule = "every batch that was handed over was taken"
         contract.require(stats.delivered == self._taken, rule, self._taken, stats.delivered)
+
+    async def _end(self, writers: Sequence[asyncio.Task[None]], consumers: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the writers, write once more, and wait for the consumers."""
+        await asyncio.gather(*writers)
+        await self._last_write()
+        self._is_over = True
+        await self._buffer.finish()
+        await asyncio.gather(*consumers)
 
     async def _write(self, count: int) -> None:
         for _ in range(count):

@@ -95,6 +95,7 @@ async def assert_exact_resume(
 
     Raises:
         AssertionError: a stream differs, says way, point, step, and what differs; or two runs of the factory do.
+        TypeError: ``feed`` is no coroutine function.
         ValueError: there is no such way or point.
     """
     points = range(steps + 1) if at == "every" else list(at)
@@ -157,9 +158,17 @@ class _Check(NamedTuple, Generic[BufferT]):
     async def step(self, buffer: BufferT, number: int, asked: Awaitable[Batch] | None = None) -> Batch:
         batch = await self.soon(buffer.sample() if asked is None else asked, buffer)
         kept = _kept(batch)
-        if self.feed is not None:
-            await self.feed(buffer, number, batch)
+        await self.fed(buffer, number, batch)
         return kept
+
+    async def fed(self, buffer: BufferT, number: int, batch: Batch) -> None:
+        """Await the feed, if there is one."""
+        if self.feed is None:
+            return
+        answer = self.feed(buffer, number, batch)
+        if not inspect.isawaitable(answer):
+            raise TypeError(f"feed: expected a coroutine function (async def), found one that returned {answer!r}")
+        await answer
 
     async def soon(self, awaitable: Awaitable[T], buffer: BufferT) -> T:
         try:
@@ -197,7 +206,7 @@ class _Check(NamedTuple, Generic[BufferT]):
             batches, end = await self.resumed(saved)
             self.same(saved.start, batches, saved.where)
             if (what := difference(end, self.original[1])) is not None:
-                raise AssertionError(f"{saved.where}, state after step {self.steps - 1}: {what}")
+                raise AssertionError(f"{saved.where}, the state at the end differs (no draw did): {what}")
             if self.elastic_factory is None or saved.way == "pickle":
                 continue
             batches, end = await self.resumed(saved, elastic=True)
@@ -209,8 +218,8 @@ class _Check(NamedTuple, Generic[BufferT]):
     async def resumed(self, saved: _Saved, *, elastic: bool = False) -> Played:
         try:
             async with await self.restored(saved, elastic=elastic) as buffer:
-                if saved.fed < saved.start and self.feed is not None:
-                    await self.feed(buffer, saved.fed, self.original[0][saved.fed])
+                if saved.fed < saved.start:
+                    await self.fed(buffer, saved.fed, self.original[0][saved.fed])
                 return await self.play(buffer, saved.start)
         except Exception as error:
             error.add_note(f"resumed from {saved.where}")

@@ -133,7 +133,7 @@ def _compare(history: History, outcomes: Sequence[Any], end: Any, contract: Cont
     for expected in outcomes:
         found = history.step()
         contract.same(found, expected, rule)
-    contract.same(contract.state(history.sampler), end, rule)
+    contract.same(contract.state(history.sampler), end, rule, "the state at the end differs (no draw did)")
 
 
 def _check_resumed(

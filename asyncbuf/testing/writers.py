@@ -103,7 +103,7 @@ def _check_history(setting: _Setting, steps: int, contract: Contract) -> None:
 def _compare(history: _History, outcomes: Sequence[Any], end: Any, contract: Contract, rule: str) -> None:
     for expected in outcomes:
         contract.same(history.step(), expected, rule)
-    contract.same(contract.state(history.writer), end, rule)
+    contract.same(contract.state(history.writer), end, rule, "the state at the end differs (no placement did)")
 
 
 class _Setting(NamedTuple):

@@ -37,6 +37,14 @@ class RatioLimiter(Limiter):
         return True if ahead <= self.margin else NotYet(f"draws would be {ahead} rows ahead of {self.margin}")
 
 
+class Room(Limiter):
+    """Sound where rows leave: writers wait until there are rows for their items."""
+
+    def may_write(self, counters: Counters, items: int) -> Answer:
+        room = counters.capacity - counters.size - counters.admitted
+        return True if items <= room else NotYet(f"there is room for {room} of {items} items")
+
+
 class SaysFalse(RatioLimiter):
     def may_draw(self, counters: Counters, items: int) -> Answer:
         return bool(super().may_draw(counters, items))  # type: ignore[return-value]

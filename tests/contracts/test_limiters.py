@@ -9,7 +9,8 @@ import pytest
 
 from asyncbuf import Limiter, MinSize
 from asyncbuf.testing import check_limiter
-from tests.contracts.broken_limiters import BROKEN, RatioLimiter
+from tests.contracts.broken_limiters import BROKEN, RatioLimiter, Room
+from tests.contracts.broken_samplers import LeaseSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,16 @@ def test_a_broken_limiter_is_caught(kind: type[Limiter], rule: str) -> None:
     message = str(caught.value)
     assert "expected" in message
     assert "found" in message
+
+
+@pytest.mark.loops_in_turn
+async def test_a_limiter_that_relies_on_rows_leaving_passes_with_a_sampler_that_lets_them() -> None:
+    await check_limiter(Room, make_sampler=LeaseSampler)
+
+
+def test_what_is_waited_for_is_asked_before_anybody_is_cancelled() -> None:
+    with pytest.raises(AssertionError, match=r"come to their end.*there is room for \d of \d items"):
+        asyncio.run(check_limiter(Room, seconds=0.5))
 
 
 def test_a_limit_that_is_never_met_is_the_callers_error() -> None:

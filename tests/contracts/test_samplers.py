@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asyncbuf import ListStorage, RandomSampler, ReplayBuffer, Sampler, SamplerWithoutReplacement, TensorStorage
+from asyncbuf import (
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    Sampler,
+    SamplerWithoutReplacement,
+    TensorStorage,
+    WriteEvent,
+)
 from asyncbuf.testing import check_sampler
 from tests.contracts.broken_samplers import BROKEN, CAPACITY, JoinsForNobody, LeaseSampler, WeightSampler
 from tests.helpers import WeightedSampler, rows, within
@@ -52,6 +60,26 @@ def test_a_broken_sampler_is_caught(kind: type[Sampler], rule: str) -> None:
     message = str(caught.value)
     assert "expected" in message
     assert "found" in message
+
+
+class MisspeltColumn(LeaseSampler):
+    columns = ("valeu",)
+
+
+class ColumnForAnswers(RandomSampler):
+    columns = ("reward",)
+
+    def check_write(self, event: WriteEvent) -> None:
+        """Wants the column, and refuses nothing."""
+
+
+@pytest.mark.parametrize("kind", [MisspeltColumn, ColumnForAnswers])
+def test_a_column_that_items_lack_is_named_at_the_first_write(kind: type[Sampler]) -> None:
+    with pytest.raises(AssertionError, match=r"step 1, write.*items=.*SchemaError") as caught:
+        asyncio.run(check_sampler(kind, capacity=CAPACITY, **FEW))
+    message = str(caught.value)
+    assert kind.columns[0] in message
+    assert repr(caught.value.__cause__) in message
 
 
 def test_a_factory_that_gives_the_same_sampler_is_caught() -> None:

@@ -1,0 +1,187 @@
+"""Gathering: the rows of a draw are read, on the event loop, in threads, or as the storage wishes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import time
+from typing import TYPE_CHECKING, Any
+
+from asyncbuf._prefetch.gathered import arranged, with_joins
+from asyncbuf._prefetch.offload import INLINE_BYTES
+from asyncbuf._prefetch.transforms import Partial
+from asyncbuf._runtime.supervisor import FAILURES, logger
+from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, is_inference_on
+from asyncbuf.storage.base import GatherJobs, Runs
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from concurrent.futures import Future
+
+    from asyncbuf._prefetch.offload import Offload
+    from asyncbuf._prefetch.queue import Entry
+    from asyncbuf._runtime.threads import Threads
+    from asyncbuf._table.gate import HistoryGate
+    from asyncbuf.batch import Draw
+    from asyncbuf.storage import Storage
+
+    Arrived = Callable[[Entry, BaseException | None], None]
+
+
+class Gatherer:
+    """Reads the rows of tickets. Until that has ended, it holds a read lock in the history.
+
+    Args:
+        storage: where the rows are.
+        gate: the history.
+        threads: where large gathers run.
+
+    Attributes:
+        seconds: time spent gathering, all threads together.
+        inline: how often rows were gathered on the event loop.
+        elsewhere: how often in threads, or as the storage wished.
+    """
+
+    def __init__(self, storage: Storage, gate: HistoryGate, threads: Threads) -> None:
+        self._storage = storage
+        self._gate = gate
+        self._threads = threads
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaited: set[asyncio.Task[None]] = set()
+        self._gathers_inline = storage.runs in (Runs.ANYWHERE, Runs.LOOP)
+        self.seconds = 0.0
+        self.inline = self.elsewhere = 0
+
+    def open(self) -> None:
+        """Belong to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Wait for what a storage does in its own way."""
+        while self._awaited:
+            await asyncio.wait(self._awaited)
+
+    def abandon(self) -> None:
+        """The event loop was closed in the middle of everything."""
+        self._awaited.clear()
+
+    def runs_now(self, batch_size: int, offload: Offload) -> bool:
+        """Decide to gather a draw in the step in which it is drawn, and count it; the caller must then gather."""
+        if not self._gathers_inline:
+            return False
+        nbytes = self._storage.gather_nbytes(batch_size)
+        if nbytes > INLINE_BYTES:
+            if not offload.gathers_here(nbytes):
+                return False
+            offload.drawn(nbytes)
+        self.inline += 1
+        return True
+
+    def begin(self, entry: Entry, offload: Offload | None, *, is_urgent: bool, arrived: Arrived) -> None:
+        """Gather the rows here, or let threads or the storage itself begin with it.
+
+        Args:
+            entry: the ticket. If its rows were gathered here, it has them afterwards.
+            offload: where rows are gathered; None to decide by their size alone.
+            is_urgent: whether consumers wait, so that threads should share the work.
+            arrived: called on the event loop with the entry and what went wrong, unless the rows were gathered here.
+        """
+        draw = with_joins(entry.ticket.draw)
+        nbytes = self._storage.gather_nbytes(draw.indices.shape[0])
+        if self._runs_here(nbytes, offload):
+            self.inline += 1
+            entry.keep(self._arranged(entry, self.gathered(draw)))
+            return
+        self.elsewhere += 1
+        parts = self._threads.parts(nbytes) if is_urgent else 1
+        rows = self._storage.begin_gather(draw, inline=False, parts=parts)
+        if isinstance(rows, GatherJobs):
+            done = self._threads.copy_together([functools.partial(self._timed, job) for job in rows.jobs])
+            self._reads(entry)
+            done.add_done_callback(functools.partial(self._post, entry, rows.combine, arrived))
+        elif inspect.isawaitable(rows):
+            self._reads(entry)
+            task = asyncio.create_task(self._await_rows(entry, rows, arrived), context=contextvars.Context())
+            self._awaited.add(task)
+            task.add_done_callback(self._awaited.discard)
+        else:
+            entry.keep(self._arranged(entry, rows))
+
+    def _arranged(self, entry: Entry, rows: Any) -> Partial:
+        """Gathered rows, in the shape and with the joins that the draw asked for."""
+        draw = entry.ticket.draw
+        if draw.shape is None and not draw.joins:
+            return Partial(0, rows)
+        return Partial(0, arranged(draw, rows, are_items=self._storage.needs_collate))
+
+    def _runs_here(self, nbytes: int, offload: Offload | None) -> bool:
+        """Whether rows are gathered on the event loop: as the storage says, or else what was found to be faster."""
+        runs = self._storage.runs
+        if runs is not Runs.ANYWHERE:
+            return runs is Runs.LOOP
+        if offload is None:
+            return nbytes <= INLINE_BYTES
+        here = offload.gathers_here(nbytes)
+        offload.drawn(nbytes)
+        return here
+
+    def gathered(self, draw: Draw) -> Any:
+        """Rows of the storage; the time that took goes into the statistics."""
+        if is_inference_on() or dispatch_modes():
+            with Swapped():
+                return self.gathered(draw)
+        start = time.perf_counter()
+        data = self._storage.gather(draw.indices)
+        self.seconds += time.perf_counter() - start
+        return data
+
+    def _timed(self, copy: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        copy()
+        self.seconds += time.perf_counter() - start
+
+    def _reads(self, entry: Entry) -> None:
+        """Its rows are being read from now on, until ``_ended``."""
+        entry.gathering = True
+        self._gate.acquire_read()
+
+    async def _await_rows(self, entry: Entry, rows: Awaitable[Any], arrived: Arrived) -> None:
+        start = time.perf_counter()
+        try:
+            data = await rows
+        except BaseException as error:
+            self._ended(entry, arrived, error)
+            if not isinstance(error, FAILURES):
+                raise
+        else:
+            self.seconds += time.perf_counter() - start
+            self._ended(entry, arrived, None, lambda: data)
+
+    def _post(self, entry: Entry, combine: Callable[[], Any], arrived: Arrived, done: Future[Any]) -> None:
+        """From the copying threads back to the event loop."""
+        assert self._loop is not None
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        try:
+            self._loop.call_soon_threadsafe(self._ended, entry, arrived, error, combine)
+        except RuntimeError:
+            logger.debug("the event loop was closed while rows were being gathered")
+
+    def _ended(
+        self,
+        entry: Entry,
+        arrived: Arrived,
+        error: BaseException | None,
+        combine: Callable[[], Any] | None = None,
+    ) -> None:
+        """All rows of an entry are read, or could not be."""
+        entry.gathering = False
+        if combine is not None and error is None:
+            try:
+                with Swapped():
+                    entry.keep(self._arranged(entry, combine()))
+            except BaseException as failure:
+                error = failure
+        self._gate.release_read()
+        arrived(entry, error)
