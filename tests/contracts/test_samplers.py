@@ -34,7 +34,7 @@ SOUND: dict[str, Callable[[], Sampler]] = {
     "passes-order-drop": lambda: SamplerWithoutReplacement(drop_last=True, shuffle=False),
 }
 FEW: dict[str, Any] = {"seeds": range(3), "steps": 40}
-MANY: dict[str, Any] = {"seeds": range(60), "steps": 150}
+MANY: dict[str, Any] = {"seeds": range(24), "steps": 120}
 
 
 @pytest.mark.loops_in_turn
