@@ -181,7 +181,10 @@ async def test_a_writer_that_counts_otherwise() -> None:
 )
 def test_a_sampler_that_returns_something_else(draw: Draw, kind: type[Exception], message: str) -> None:
     class Moody(RandomSampler):
-        def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
+        def combine(self, draw: Draw, data: Any, joined: Any) -> Any:
+        return {**data, **joined}
+
+    def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
             return draw
 
     table = made(Moody())
