@@ -181,11 +181,11 @@ async def test_a_writer_that_counts_otherwise() -> None:
 )
 def test_a_sampler_that_returns_something_else(draw: Draw, kind: type[Exception], message: str) -> None:
     class Moody(RandomSampler):
-        def combine(self, draw: Draw, data: Any, joined: Any) -> Any:
-        return {**data, **joined}
-
-    def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
+        def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
             return draw
+
+        def combine(self, draw: Draw, data: object, joined: object) -> object:
+            return data
 
     table = made(Moody())
     with pytest.raises(kind, match=message):
