@@ -184,6 +184,9 @@ def test_a_sampler_that_returns_something_else(draw: Draw, kind: type[Exception]
         def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
             return draw
 
+        def combine(self, draw: Draw, data: Any, joined: Any) -> Any:
+            return {**data, **joined}
+
     table = made(Moody())
     with pytest.raises(kind, match=message):
         table.draw(4)
