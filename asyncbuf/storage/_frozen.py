@@ -94,6 +94,7 @@ class Frozen(Protocol):
 
     def chunks(self) -> Iterator[Chunk]:
         """The contents, piece by piece. May be called from a thread, and more than once."""
+        ...
 
 
 class InMemoryRows:
