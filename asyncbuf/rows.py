@@ -64,8 +64,11 @@ class Placement(NamedTuple):
     def rows(self) -> Int64Array:
         """The rows that are written, in the order of the kept items: int64 ``[kept]``."""
         # By numpy, whose calls for a few rows take half the time of torch's.
+        if len(self.runs) == 1:
+            (run,) = self.runs
+            return np.arange(run.row, run.row + run.count, dtype=np.int64)
         runs = [np.arange(run.row, run.row + run.count, dtype=np.int64) for run in self.runs]
-        return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
+        return np.concatenate([np.empty(0, np.int64), *runs])
 
     @property
     def keeps_all(self) -> bool:

@@ -118,14 +118,17 @@ class WritePath:
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         if self._asks_others:
             placement = shielded(self._write_rows, prepared, grant)
-        else:
-            placement = self._write_rows(prepared, grant)
+        else:  # the same without what only others need: this is worth a tenth of the time of a small write
+            placement = self._table.place(prepared.count)
+            self._storage.write(prepared, placement.runs)
+            self._table.commit(placement)
+            if grant is not None:
+                self._end(grant)
         self._draws.table_changed()
         return placement
 
     def _write_rows(self, prepared: Prepared, grant: Grant | None) -> Placement:
-        placement = self._table.place(prepared.count)
-        event = self._table.check_write(placement, prepared) if self._table.has_write_events else None
+        placement, event = self._place(prepared)
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
         return placement
@@ -166,13 +169,17 @@ class WritePath:
             self._table.commit(placement)
         except BaseException as error:
             self._broken(error, "the items were written, but the writer did not take that")
-        if grant is not None and self._admission is not None:
-            self._admission.end(grant)
+        self._end(grant)
         if self._tells_sampler:
             try:
                 self._table.wrote(placement, event)
             except BaseException as error:
                 self._broken(error, "the items were written, but the sampler did not take that")
+
+    def _end(self, grant: Grant | None) -> None:
+        """The items are in the table: they do not count as admitted any more."""
+        if grant is not None and self._admission is not None:
+            self._admission.end(grant)
 
     def _broken(self, error: BaseException, what: str) -> NoReturn:
         """A part has raised where it must not: its state does not go with the rows any more."""

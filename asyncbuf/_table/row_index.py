@@ -66,7 +66,9 @@ class RowIndex:
         if self.sparse is not None:
             self.sparse.add(placement.rows)
         elif len(runs) == 1 and runs[0].row <= self._size:  # the short way, which most writes take
-            self._size = max(self._size, runs[0].row + runs[0].count)
+            stop = runs[0].row + runs[0].count
+            if stop > self._size:
+                self._size = stop
         elif (size := _dense_size(self._size, runs)) is not None:
             self._size = size
         else:
