@@ -178,9 +178,11 @@ class Fetcher:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """What each worker does, for ever."""
+        """What each worker does until the buffer is closed."""
         while True:
             entry = await self._todo.get()
+            if self._life.reason is not None:
+                return  # the buffer is being closed: what is left stays a ticket
             if not entry.dropped:
                 await self._run(entry)
             if self._chain.ordered:

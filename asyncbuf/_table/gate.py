@@ -65,6 +65,8 @@ class HistoryGate:
         self._writing: Turn | None = None
         self._pumping = False
         self._given_up = 0
+        # Those that wait for an exclusive turn, to be counted without a walk over the whole queue.
+        self._writers: dict[Turn, None] = {}
 
     @property
     def readers(self) -> int:
@@ -84,7 +86,7 @@ class HistoryGate:
     @property
     def waiting_writers(self) -> int:
         """Number of writes that were asked for and have not begun."""
-        return sum(turn.exclusive and not turn.given_up for turn in self._queue)
+        return sum(not turn.given_up for turn in self._writers)
 
     def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> None:
         """Run an action after all earlier writes; at once if there are none.
@@ -99,6 +101,7 @@ class HistoryGate:
     def reset(self) -> None:
         """Forget everybody: the event loop in which they waited was closed."""
         self._queue.clear()
+        self._writers.clear()
         self._readers = self._given_up = 0
         self._writing = None
         self._pumping = False
@@ -159,6 +162,8 @@ class HistoryGate:
         """Wait for a turn, and hold everything behind it off until ``leave``, which any task may call."""
         turn = Turn(exclusive=exclusive, waiter=asyncio.get_running_loop().create_future())
         self._queue.append(turn)
+        if exclusive:
+            self._writers[turn] = None
         self._pump()
         try:
             await self._wait(turn)
@@ -184,6 +189,7 @@ class HistoryGate:
             await turn.waiter
         finally:
             if not turn.came:
+                self._writers.pop(turn, None)
                 self._forget_given_up()
         if turn.error is not None:
             error, turn.error = turn.error, None
@@ -210,6 +216,7 @@ class HistoryGate:
                         failure = failure or error  # an error in one turn stops none of those behind it
                 elif turn.waiter is not None and not turn.given_up:
                     turn.came = True
+                    self._writers.pop(turn, None)
                     self._writing = turn
                     turn.waiter.set_result(None)
             if failure is not None:

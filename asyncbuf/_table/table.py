@@ -279,8 +279,9 @@ class Table:
     def _update_priority(self, indices: Any, priority: Any, write_count: int | None, is_batch: bool) -> None:
         rows = checks.row_numbers(indices, self._capacity, "indices")
         value = checks.priorities(priority, len(rows), is_batch=is_batch)
-        if write_count is not None:
-            fresh = ~self.replaced(rows, write_count)
+        if len(rows):
+            # Of rows whose draw is not known, only those without an item can be left out.
+            fresh = ~self.replaced(rows, self.write_count if write_count is None else write_count)
             self.stale_priorities += len(rows) - int(np.count_nonzero(fresh))
             rows, value = rows[fresh], value[torch.from_numpy(fresh)]
         if len(rows):

@@ -206,3 +206,20 @@ async def test_late_priorities_after_a_restore(writer: type[Writer]) -> None:
         return buffer
 
     await assert_exact_resume(factory, steps=6, feed=feed)
+
+
+async def test_rows_without_an_item_are_left_out_whoever_names_them() -> None:
+    told: list[list[int]] = []
+
+    class Told(RandomSampler):
+        def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
+            told.append(indices.tolist())
+
+    buffer = ReplayBuffer(TensorStorage(30), sampler=Told(), batch_size=2)
+    await buffer.extend(rows(10))
+    await buffer.remove([3])
+    await buffer.update_priority([3, 20, 1], torch.ones(3))  # removed, never written, valid
+    assert told == [[1]]
+    assert buffer.stats().stale_priorities == 2
+    with pytest.raises(IndexError):
+        await buffer.update_priority([30], 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,3 +122,52 @@ async def test_tickets_that_fail_cost_in_proportion_to_their_number() -> None:
             costs.append(await calls_of(skip_all))
             assert task.exception() is not None
     assert costs[1] < 5 * costs[0]
+
+
+async def test_consumers_that_give_up_within_a_freeze_cost_in_proportion_to_their_number() -> None:
+    costs = []
+    for count in (100, 400):
+        buffer = ReplayBuffer(TensorStorage(100), batch_size=2, prefetch=2)
+        await buffer.extend(rows(100))
+        async with buffer:
+            handle = await asyncio.create_task(buffer.freeze())
+            costs.append(await cancelled(await waiting_for_data(buffer, count), backwards=False))
+            handle.release()
+            await buffer.sample()
+    assert costs[1] < 4.5 * costs[0]
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+async def test_closing_waits_for_transforms_that_run_and_not_for_those_that_are_due(is_stateful: bool) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        calls = 0
+
+        def __call__(self, data: Any) -> Any:
+            self.calls += 1
+            begun.set()
+            assert may_end.wait(20)
+            return data
+
+    class Stateful(Slow):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    transform = Stateful() if is_stateful else Slow()
+    buffer = ReplayBuffer(TensorStorage(100), batch_size=2, prefetch=20, transform=transform, generator=seeded())
+    await buffer.extend(rows(100))
+    await buffer.open()
+    asked = asyncio.create_task(buffer.sample())
+    await asyncio.to_thread(begun.wait, 20)
+    closing = asyncio.create_task(buffer.aclose())
+    await turns()
+    may_end.set()
+    await asyncio.wait_for(closing, 20)
+    await asyncio.gather(asked, return_exceptions=True)
+    assert transform.calls == 1
+    async with buffer:  # those that were due are made now
+        assert [(await buffer.sample()).number for _ in range(5)] == list(range(5))
