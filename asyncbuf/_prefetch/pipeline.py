@@ -210,11 +210,6 @@ class Pipeline:
         main = self.main_queue
         return main is not None and bool(main.waiters)
 
-    def _raise_if_nothing_will_come(self, queue: TicketQueue) -> None:
-        answer = self._table.may_draw(queue.batch_size)
-        if answer is not True:
-            raise BufferClosedError(f"finish() was called, and no batch can be drawn any more: {answer.reason}")
-
     def _is_over(self, queue: TicketQueue, waiter: Waiter) -> bool:
         """Whether the pass of the first consumer has no more tickets."""
         if waiter.cursor is None:

@@ -430,10 +430,6 @@ class TicketQueues:
         if not queue.entries and queue is not self.main:
             self.by_size.pop(queue.batch_size, None)
 
-    def __len__(self) -> int:
-        """Number of queues."""
-        return len(self.by_size)
-
     def __iter__(self) -> Iterator[TicketQueue]:
         """The queues that there are now."""
         return iter(list(self.by_size.values()))
