@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.gathered import shaped
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
@@ -103,7 +102,8 @@ class Drawer:
             if not isinstance(error, FAILURES):
                 raise  # whoever is told of it first: the consumer is told, too
         finally:
-            queue.notify()
+            if queue.waiters:
+                queue.notify()
 
     def _may_draw(self, queue: TicketQueue) -> bool:
         """Whether the ticket that is wanted may be drawn now. Consumers whose pass has no more are parked."""
@@ -123,14 +123,16 @@ class Drawer:
 
     def _line_up(self, queue: TicketQueue, draw: Draw, error: BaseException | None = None) -> None:
         """A draw becomes the last ticket of a queue; its rows are gathered, unless that was tried and failed."""
-        seed = mixed_seed(self._table.generator.initial_seed(), self._counts.drawn)
-        entry = Entry(
-            Ticket(self._counts.drawn, draw, seed, self._table.write_count), is_prefetched=queue is self._queues.main
-        )
-        self._counts.drawn += 1
+        counts = self._counts
+        number = counts.drawn
+        counts.drawn = number + 1
+        seed = mixed_seed(self._table.generator.initial_seed(), number)
+        ticket = Ticket(number, draw, seed, self._table.write_count)
+        entry = Entry(ticket, is_prefetched=queue is self._queues.main)
         is_urgent = bool(queue.waiters)
         queue.append(entry)
-        self._counts.peak_queued = max(self._counts.peak_queued, self._queues.queued)
+        if len(queue.entries) > counts.peak_queued or len(self._queues.by_size) > 1:
+            counts.peak_queued = max(counts.peak_queued, self._queues.queued)
         if error is None:
             self._fetcher.make(entry, queue.offload, is_urgent=is_urgent)
         else:
@@ -154,14 +156,12 @@ class Drawer:
         """
         if not self._table.may_draw(queue.batch_size):
             return None
-        if not self._gatherer.runs_now(queue.batch_size, queue.offload):
+        if not self._gatherer.runs_here(queue.batch_size, queue.offload):
             return None
         draw = None
         try:
             draw = self._table.draw(queue.batch_size)
-            data = self._gatherer.gathered(draw)
-            if draw.shape is not None:
-                data = shaped(data, draw.shape)
+            data = self._gatherer.gather(draw)
         except BaseException as error:
             if draw is None:
                 self._queues.forget(queue)
@@ -179,7 +179,7 @@ class Drawer:
             counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
         if self._went_on is not None:
             self._went_on()
-        return batch_of(data, number, draw, 0, self._table.rows.write_count)
+        return batch_of(data, number, draw, 0, self._table.write_count)
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 

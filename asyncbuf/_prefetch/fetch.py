@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from asyncbuf._prefetch.queue import Entry, Stage
+from asyncbuf._prefetch.transforms import Partial
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached
 
@@ -91,7 +93,44 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        self._gather(entry, offload, is_urgent=is_urgent)
+        draw = entry.ticket.draw
+        if self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload):
+            self._make_here(entry)
+        else:
+            self._gather(entry, offload, is_urgent=is_urgent)
+
+    def _make_here(self, entry: Entry) -> None:
+        """Gather and transform in this step, in which the ticket was drawn: whoever draws it tells the consumers.
+
+        Transforms get the rows themselves, because the same ones can be gathered again as long as this step lasts.
+        """
+        draw, chain, rows = entry.ticket.draw, self._chain, None
+        try:
+            rows = self._gatherer.gather(draw)
+            if chain.steps:
+                after = chain.run_here(rows, entry.ticket.seed, is_own=True)
+                if not chain.is_done(after):
+                    entry.keep(after._replace(data=self._gatherer.gather(draw)))
+                    self._todo.put_nowait(entry)
+                    return
+                rows = after.data
+        except BaseException as error:
+            try:
+                if rows is not None and chain.steps:
+                    self._keep_rows(entry)
+            finally:
+                self.fail(entry, error)
+            if not isinstance(error, FAILURES):
+                raise
+            return
+        entry.ready(rows)
+        if self._steps:
+            self.went_on()
+
+    def _keep_rows(self, entry: Entry) -> None:
+        """Gather the rows of a ticket again, for its next try, because a transform has changed them."""
+        with contextlib.suppress(Exception):  # then they are gathered in the next try
+            entry.keep(Partial(0, self._gatherer.gather(entry.ticket.draw)))
 
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets queued."""

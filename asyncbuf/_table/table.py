@@ -229,7 +229,7 @@ class Table:
             if (is_inference_on() or dispatch_modes() or function_modes()) and disturb_us():
                 with Swapped():
                     return self.draw(batch_size)
-            draw = sampler.draw(self.rows, batch_size, self.generator)
+            draw = sampler.draw(self._rows or self.rows, batch_size, self.generator)
         else:
             draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
             checks.draw(draw, self.rows, type(sampler).__name__, combines="combine" in sampler.hooks)

@@ -107,9 +107,11 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
+        noted, noted_end = rows.versions.noted
         for run in runs:
             start, end = run.row, run.row + run.count
-            rows.versions.wrote(start, end)
+            if start < noted or end > noted_end:
+                rows.versions.wrote(start, end)
             whole = run.count == prepared.count
             for column, array in zip(rows.columns, arrays):  # noqa: B905 (as many; looking takes time)
                 # The array of a single item may lack the leading axis.
