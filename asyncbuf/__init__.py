@@ -24,7 +24,7 @@ from asyncbuf.errors import (
 from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
-from asyncbuf.sampler import RandomSampler, Rows, Sampler, SamplerWithoutReplacement
+from asyncbuf.sampler import PrioritizedSampler, RandomSampler, Rows, Sampler, SamplerWithoutReplacement
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
@@ -56,6 +56,7 @@ __all__ = [
     "Placement",
     "PrefetchError",
     "Prepared",
+    "PrioritizedSampler",
     "RandomSampler",
     "Replay",
     "ReplayBuffer",

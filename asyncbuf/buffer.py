@@ -175,7 +175,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    async def extend(self, items: Any) -> torch.Tensor:
+    async def extend(self, items: Any, *, priority: Any = None) -> torch.Tensor:
         """Write items: all of them or, with an error, none.
 
         A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
@@ -184,6 +184,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         Args:
             items: a tree whose leaves have shape ``[items, *item]``, which are copied; for ``ListStorage`` a sequence
                 of items, which are kept as they are. Of more items than the capacity the last ones stay.
+            priority: for a sampler with priorities, those of the items: float ``[items]``, or one number for all. None
+                leaves them to the sampler.
 
         Returns:
             The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
@@ -194,17 +196,17 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             BufferFailedError: the background work ended.
         """
         await self._turn()
-        placement = await self._writes.write(self._storage.prepare, items)
+        placement = await self._writes.write(self._storage.prepare, items, priority)
         return torch.from_numpy(placement.rows)
 
-    async def add(self, item: Any) -> int | None:
+    async def add(self, item: Any, *, priority: Any = None) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
 
         Returns:
             Its row; None if the writer does not keep it.
         """
         await self._turn()
-        runs = (await self._writes.write(self._storage.prepare_one, item)).runs
+        runs = (await self._writes.write(self._storage.prepare_one, item, priority)).runs
         return runs[0].row if runs else None
 
     async def finish(self) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 
@@ -129,15 +130,24 @@ class WriteEvent:
         first: item number of the first item that was handed in.
         table: the table as it is after the write.
         offered: the leaves that the sampler asked for by ``columns``, of all items that were handed in.
+        priority: the priorities of all items that were handed in: float64 ``[items]``; None if there are none.
 
     Attributes:
         table: the table as it is after the write.
     """
 
-    __slots__ = ("_first", "_offered", "_placement", "table")
+    __slots__ = ("_first", "_offered", "_placement", "_priority", "table")
 
-    def __init__(self, placement: Placement, first: int, table: Rows, offered: Mapping[str, Any] = NO_COLUMNS) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        first: int,
+        table: Rows,
+        offered: Mapping[str, Any] = NO_COLUMNS,
+        priority: Float64Array | None = None,
+    ) -> None:
         self._placement = placement
+        self._priority = priority
         self._first = first
         self._offered = offered
         self.table: Rows = table
@@ -156,6 +166,13 @@ class WriteEvent:
     def numbers(self) -> torch.Tensor:
         """Item numbers of the kept items: int64 ``[kept]``."""
         return torch.from_numpy(self._first + self._placement.items)
+
+    @property
+    def priority(self) -> Float64Array | None:
+        """The priorities that came with the kept items: float64 ``[kept]``, finite; None if none did."""
+        if self._priority is None or self._placement.keeps_all:
+            return self._priority
+        return self._priority[self._placement.items]
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:

@@ -143,8 +143,9 @@ class Table:
         paths, first = self.sampler.columns, self.writer.write_count
         columns = self.storage.columns(prepared, paths) if paths else NO_COLUMNS
         if not self._checks_writes:
-            return WriteEvent(placement, first, _NOT_YET, columns)
-        event = WriteEvent(placement, first, self._index.rows_after(placement, first + placement.offered), columns)
+            return WriteEvent(placement, first, _NOT_YET, columns, prepared.priority)
+        after = self._index.rows_after(placement, first + placement.offered)
+        event = WriteEvent(placement, first, after, columns, prepared.priority)
         self.sampler.check_write(event)
         return event
 

@@ -47,7 +47,7 @@ class Sampler(ABC):
         hooks: which optional methods the class defines; found out when the class is made.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ()
+    columns: tuple[str, ...] = ()
     trusted: ClassVar[bool] = False
     counts_draws: ClassVar[bool] = True
     hooks: ClassVar[frozenset[str]] = frozenset()

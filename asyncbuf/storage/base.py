@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import RowRange
+    from asyncbuf.rows import Float64Array, RowRange
 
 
 @dataclass(slots=True)
@@ -31,12 +31,14 @@ class Prepared:
         nbytes: bytes that writing them moves.
         payload: what the storage that prepared them wants to find again.
         basis: what they were checked against, for ``Storage.is_current``.
+        priority: the priorities that came with them, float64 ``[items]``; None if none did.
     """
 
     count: int
     nbytes: int
     payload: Any
     basis: Any = None
+    priority: Float64Array | None = None
 
 
 class Runs(enum.Enum):

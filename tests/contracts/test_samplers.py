@@ -9,6 +9,7 @@ import pytest
 
 from asyncbuf import (
     ListStorage,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     Sampler,
@@ -28,6 +29,7 @@ SOUND: dict[str, Callable[[], Sampler]] = {
     "weighted": WeightedSampler,
     "weights": WeightSampler,
     "lease": LeaseSampler,
+    "prioritized": PrioritizedSampler,
     "passes": SamplerWithoutReplacement,
     "passes-drop": lambda: SamplerWithoutReplacement(drop_last=True),
     "passes-order": lambda: SamplerWithoutReplacement(shuffle=False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -251,7 +251,7 @@ async def test_columns_of_the_kept_items(kind: type[TensorStorage] | type[ListSt
 
 
 class Deep(RandomSampler):
-    columns: ClassVar[tuple[str, ...]] = ("obs/0/step", "done")
+    columns = ("obs/0/step", "done")
 
     def __init__(self) -> None:
         self.told: list[dict[str, list[Any]]] = []
