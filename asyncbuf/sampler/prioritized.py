@@ -26,8 +26,8 @@ _NO_ITEM = -1.0
 class PrioritizedSampler(Sampler):
     """Draws each row with a chance in proportion to ``(priority + eps) ** alpha``, with replacement.
 
-    Proportional prioritization of Schaul et al., Prioritized Experience Replay (2016), on a sum tree, so that a draw and
-    an update take the same time whatever the capacity is. ``batch.info["weights"]`` corrects for the uneven chances:
+    Proportional prioritization of Schaul et al., Prioritized Experience Replay (2016), on a sum tree: a draw and an
+    update take the same time whatever the capacity is. ``batch.info["weights"]`` corrects for the uneven chances:
     ``(1 / (n * chance)) ** beta`` of each row, divided by the largest that any stored row could get; float32
     ``[batch]``.
 

@@ -251,7 +251,7 @@ async def test_columns_of_the_kept_items(kind: type[TensorStorage] | type[ListSt
 
 
 class Deep(RandomSampler):
-    columns = ("obs/0/step", "done")
+    columns: tuple[str, ...] = ("obs/0/step", "done")
 
     def __init__(self) -> None:
         self.told: list[dict[str, list[Any]]] = []

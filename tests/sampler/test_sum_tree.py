@@ -19,7 +19,7 @@ CAPACITIES = [1, 2, 15, 16, 17, 100, 4096, 4097, 5000, 70_000]
 
 def weighed(capacity: int, seed: int = 0, *, zeros: float = 0.3) -> tuple[SumTree, Float64Array]:
     rng = np.random.default_rng(seed)
-    weights = rng.random(capacity) * 10.0 ** rng.integers(-6, 6, capacity)
+    weights = rng.random(capacity) * np.power(10.0, rng.integers(-6, 6, capacity))
     weights[rng.random(capacity) < zeros] = 0.0
     weights[-1] = 1.0
     tree = SumTree(capacity)
@@ -64,7 +64,7 @@ def test_the_ends_of_the_line(capacity: int) -> None:
 
 
 def test_each_border_is_found() -> None:
-    weights = np.arange(5000) % 3 * 1.0
+    weights = (np.arange(5000) % 3).astype(np.float64)
     tree = SumTree(5000)
     tree.set(np.arange(5000), weights)
     borders = np.cumsum(weights) - weights
