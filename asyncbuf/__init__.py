@@ -24,7 +24,17 @@ from asyncbuf.errors import (
 from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
-from asyncbuf.sampler import PrioritizedSampler, RandomSampler, Rows, Sampler, SamplerWithoutReplacement
+from asyncbuf.sampler import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    Rows,
+    Sampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TrajectorySampler,
+)
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
@@ -57,6 +67,7 @@ __all__ = [
     "PrefetchError",
     "Prepared",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "Replay",
     "ReplayBuffer",
@@ -68,10 +79,13 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "SchemaError",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Snapshot",
     "Snapshotable",
     "Storage",
     "TensorStorage",
+    "TrajectorySampler",
     "WriteEvent",
     "Writer",
     "WrongLoopError",

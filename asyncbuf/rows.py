@@ -185,6 +185,28 @@ class WriteEvent:
         items = self._placement.items
         return {path: column[items] for path, column in self._offered.items()}
 
+    # -- of all items, kept or not ------------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> int:
+        """Item number of the first item that was handed in; those of the others follow."""
+        return self._first
+
+    @property
+    def offered(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """As ``columns``, of all items that were handed in, kept or not: arrays ``[offered, ...]``."""
+        return self._offered
+
+    @property
+    def row_of_each(self) -> Int64Array:
+        """The row of each item that was handed in, -1 for those that are not kept: int64 ``[offered]``."""
+        placement = self._placement
+        if placement.keeps_all:
+            return placement.rows
+        rows = np.full(placement.offered, -1)
+        rows[placement.items] = placement.rows
+        return rows
+
 
 class Counters(NamedTuple):
     """What a limiter decides by.

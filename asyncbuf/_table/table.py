@@ -235,8 +235,7 @@ class Table:
             draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
             checks.draw(draw, self.rows, type(sampler).__name__, combines="combine" in sampler.hooks)
         limits.drawn += 1
-        # Of the samplers that are trusted, only those with passes give fewer rows than were asked for.
-        limits.drawn_items += batch_size if draw.epoch is None and sampler.trusted else draw.indices.numel()
+        limits.drawn_items += len(draw.indices)
         return draw
 
     def handed_over(self, draw: Draw, write_count: int) -> int:
@@ -278,6 +277,8 @@ class Table:
         shielded(self._update_priority, indices, priority, write_count, is_batch)
 
     def _update_priority(self, indices: Any, priority: Any, write_count: int | None, is_batch: bool) -> None:
+        if "group_priority" in self.sampler.hooks:
+            indices, priority = self.sampler.group_priority(indices, priority)
         rows = checks.row_numbers(indices, self._capacity, "indices")
         value = checks.priorities(priority, len(rows), is_batch=is_batch)
         if len(rows):

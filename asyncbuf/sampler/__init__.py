@@ -3,7 +3,20 @@
 from asyncbuf.rows import Rows
 from asyncbuf.sampler.base import Sampler
 from asyncbuf.sampler.prioritized import PrioritizedSampler
+from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
+from asyncbuf.sampler.slices import SliceSampler, SliceSamplerWithoutReplacement
+from asyncbuf.sampler.trajectories import TrajectorySampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 
-__all__ = ["PrioritizedSampler", "RandomSampler", "Rows", "Sampler", "SamplerWithoutReplacement"]
+__all__ = [
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
+    "RandomSampler",
+    "Rows",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "TrajectorySampler",
+]

@@ -24,6 +24,7 @@ _HOOKS = {
     "handed_over",
     "dropped",
     "combine",
+    "group_priority",
     "state_dict",
     "load_state_dict",
 }
@@ -145,6 +146,23 @@ class Sampler(ABC):
 
     def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
         """Rows got new priorities: int64 ``[n]`` and float ``[n]``. Those that were replaced are left out already."""
+
+    def group_priority(self, indices: Any, priority: Any) -> tuple[Any, Any]:
+        """Make of the priorities of a batch those that ``update_priority`` gets, before stale rows are left out.
+
+        For samplers whose draws have a shape, such as ``[slices, steps]``, and one priority for several rows.
+
+        Args:
+            indices: what the caller named: ``batch.indices``, in the shape of the draw; or rows of any other origin.
+            priority: what the caller gave: a number, or numbers in any shape.
+
+        Returns:
+            Rows and as many priorities, or one number for all.
+
+        Raises:
+            TypeError, ValueError: they do not fit each other; nothing has changed.
+        """
+        return indices, priority
 
     def clear(self) -> None:
         """Every row is invalid now."""

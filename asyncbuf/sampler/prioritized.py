@@ -186,7 +186,6 @@ class PrioritizedSampler(Sampler):
 
     def _weigh(self) -> None:
         """Compute every weight from its priority."""
-        self._exponent = self.alpha
         rows = np.flatnonzero(self._priorities != _NO_ITEM)
         self._sums.clear()
         self._least.clear()
@@ -197,16 +196,21 @@ class PrioritizedSampler(Sampler):
 
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         """``batch_size`` rows, each with its chance, and their weights."""
-        if self.alpha != self._exponent:
+        found, corrections = self._drawn(batch_size, generator)
+        return Draw(torch.from_numpy(found), {"weights": corrections})
+
+    def _drawn(self, count: int, generator: torch.Generator) -> tuple[Int64Array, torch.Tensor]:
+        """So many rows, and their weights: int64 and float32 ``[count]``."""
+        if (alpha := self.alpha) != self._exponent:
+            self._exponent = alpha
             self._weigh()
         beta = self.beta
         self._draws += 1
-        places = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=generator.device)
+        places = torch.rand(count, dtype=torch.float64, generator=generator, device=generator.device)
         found = self._sums.find(places.cpu().numpy() * self._sums.total)
         # n and the sum of all weights are the same for the row with the largest correction, and cancel out.
         ratios = self._least.least / self._sums.weights.take(found)
-        corrections = torch.from_numpy(np.power(ratios, beta).astype(np.float32))
-        return Draw(torch.from_numpy(found), {"weights": corrections})
+        return found, torch.from_numpy(np.power(ratios, beta).astype(np.float32))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

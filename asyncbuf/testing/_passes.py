@@ -1,4 +1,7 @@
-"""The passes of a sampler, as a contract sees them: each has every row once, and the sampler says where it is."""
+"""The passes of a sampler, as a contract sees them: each has every row once, and the sampler says where it is.
+
+A pass over slices or other groups of rows leaves out rows that are in no group, and may repeat a row as padding.
+"""
 
 from __future__ import annotations
 
@@ -83,13 +86,16 @@ class Passes:
         if draw.last:
             require(after.is_between, _LAST, "between_epochs after the last draw", after)
             require(after.epoch == before.epoch + before.leaves_out + 1, _EPOCH, "the next pass after the last", after)
-            self._left_out.append((self._contract.where, set(self._due), batch_size))
+            if draw.shape is None:
+                self._left_out.append((self._contract.where, set(self._due), batch_size))
             self._due = set()
         else:
             require(after.epoch == draw.epoch and not after.is_between, _LAST, f"pass {draw.epoch} to go on", after)
 
     def _check_rows(self, draw: Draw, batch_size: int) -> None:
         found = draw.indices.tolist()
+        if draw.shape is not None:
+            found = [row for i, row in enumerate(found) if i % draw.shape[-1] == 0 or row != found[i - 1]]
         again = [row for i, row in enumerate(found) if row in self._seen or row in found[:i]]
         self._contract.require(not again, _ONCE, "rows that the pass has not had", f"again {again}")
         self._seen.update(found)

@@ -97,6 +97,7 @@ class History:
         is_strict: bool = False,
     ) -> None:
         self.sampler = setting.make_sampler()
+        self.sampler.check(setting.capacity, setting.sizes[0])  # as a buffer does
         self.draws = 0
         self._setting = setting
         self._contract = contract
