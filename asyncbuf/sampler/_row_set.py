@@ -156,7 +156,15 @@ class NotedRowSet(RowSet):
 
         A row that was first discarded and then added is in both.
         """
-        empty = np.empty(0, np.int64)
-        added, discarded = np.concatenate([empty, *self._added]), np.concatenate([empty, *self._discarded])
+        added, discarded = _joined(self._added), _joined(self._discarded)
         self._added, self._discarded = [], []
         return added, discarded
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _joined(parts: list[RowArray]) -> Int64Array:
+    if len(parts) < 2:
+        return parts[0].astype(np.int64) if parts else _NONE
+    return np.concatenate([_NONE, *parts])

@@ -137,15 +137,18 @@ class PrioritizedSampler(Sampler):
 
     def wrote(self, event: WriteEvent) -> None:
         """Give new rows their first priority."""
+        self._set(*self._first_priorities(event))
+
+    def _first_priorities(self, event: WriteEvent) -> tuple[Int64Array, Float64Array | float]:
+        """The rows that were written, and their priorities."""
         if not len(self._priorities):
             self._allocate(event.table.capacity)
         given = self._given(event)
         rows = event.rows.numpy()
         if given is None:
-            self._set(rows, self._largest)
-        elif len(given):
-            self._largest = max(self._largest, float(given.max()))
-            self._set(rows, given)
+            return rows, self._largest
+        self._largest = max(self._largest, float(given.max(initial=0.0)))
+        return rows, given
 
     def removed(self, indices: torch.Tensor, rows: Rows) -> None:
         """Rows without an item are not drawn."""

@@ -108,7 +108,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
     def wrote(self, event: WriteEvent) -> None:
         """Give new rows their first priority, and see where slices may begin now."""
         self._slicer.wrote(event)
-        super().wrote(event)
+        rows, priorities = self._first_priorities(event)
+        self._priorities[rows] = priorities
         self._weigh_noted()
 
     def removed(self, indices: torch.Tensor, rows: Rows) -> None:
@@ -123,23 +124,23 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         super().clear()
 
     def _weigh_noted(self) -> None:
-        """Weigh the rows at which slices begin now, or do not any more."""
+        """Weigh the rows at which slices begin now, or do not any more. No others change their weights."""
         starts = self._slicer.starts
         assert isinstance(starts, NotedRowSet)
-        rows = np.concatenate(starts.noted())
-        if len(rows):
-            self._weigh_rows(rows)
+        added, discarded = starts.noted()
+        if len(discarded):
+            self._sums.set(discarded, 0.0)
+            self._least.set(discarded, np.inf)
+        if len(added):
+            weights = self._weights(self._priorities.take(added))
+            self._sums.set(added, weights)
+            self._least.set(added, weights)
 
     def _set(self, rows: Int64Array, priorities: Float64Array | float) -> None:
+        """Keep priorities, and weigh those rows at which slices begin."""
         self._priorities[rows] = priorities
-        self._weigh_rows(rows)
-
-    def _weigh_rows(self, rows: Int64Array) -> None:
-        """Compute weights anew: 0 where no slice begins."""
-        begins = self._slicer.starts.holds(rows)
-        weights = self._weights(np.where(begins, self._priorities.take(rows), 0.0))
-        self._sums.set(rows, np.where(begins, weights, 0.0))
-        self._least.set(rows, np.where(begins, weights, np.inf))
+        rows = rows[self._slicer.starts.holds(rows)]
+        super()._set(rows, self._priorities.take(rows))
 
     # -- priorities ---------------------------------------------------------------------------------------------------
 
