@@ -224,16 +224,15 @@ class Slicer:
         length, strict, burn_in, saved, starts = fields(state, name, **kinds)
         same(strict, self._strict, f"{name}: strict_length")
         same(burn_in, self._burn_in, f"{name}: burn_in")
-        if not length:
-            length = self._length
-        elif self._length:
+        if length and self._length:
             same(length, self._length, f"{name}: the steps of a slice, with burn_in")
-        elif length <= burn_in:
+        elif 0 < length <= burn_in:
             raise CheckpointCorruptError(f"{name}: expected slices of more than {burn_in} steps, found {length}")
-        episodes = Episodes.of(max(1, length - burn_in), saved, name)
+        episodes = Episodes.of(max(1, (length or self._length) - burn_in), saved, name)
+        if not length and episodes.capacity:
+            raise CheckpointCorruptError(f"{name}: expected the length of slices beside rows, found none")
+        length = length or self._length
         if not length:
-            if episodes.capacity:
-                raise CheckpointCorruptError(f"{name}: expected the length of slices beside rows, found none")
             return 0, None
         tracker = self._made(episodes, length)
         tracker.take_starts(starts, name)

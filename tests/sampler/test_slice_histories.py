@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from tests.helpers import seeded
 from tests.sampler.trajectory_model import Model, Plan, Told, compared, history, tell
 
 if TYPE_CHECKING:
+    import random
+
     from asyncbuf.rows import Rows
     from tests.sampler.trajectory_model import Slice
 
@@ -118,9 +119,7 @@ def test_whole_trajectories_are_those_of_the_model(seeds: range) -> None:
                 assert drawn(sampler, told, longest) == expected
             if choose.random() < 0.1:
                 state = sampler.state_dict()
-                sampler = TrajectorySampler(
-                    longest, end_key="done", trajectory_key=key, padded=bool(state["padded"])
-                )
+                sampler = TrajectorySampler(longest, end_key="done", trajectory_key=key, padded=bool(state["padded"]))
                 sampler.load_state_dict(state)
                 sampler.verify(told.rows)
                 assert difference(encode(sampler.state_dict()), encode(state)) is None

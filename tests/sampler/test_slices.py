@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from asyncbuf import Batch, Sampler
 
-END = {"end_key": "done"}
+END: dict[str, Any] = {"end_key": "done"}
 
 
 def steps(count: int, start: int = 0, *, environments: int = 1, length: int = 10) -> dict[str, torch.Tensor]:
