@@ -56,7 +56,7 @@ class Pieces(NamedTuple):
         firsts: where each piece begins among them, int64 ``[pieces]``.
         counts: how many items each has, int64 ``[pieces]``.
         tails: the row that the first item of the piece follows; -1 for a piece that begins a chain: int64 ``[pieces]``.
-        slots: where that trajectory was kept as an open one; -1 without one: int64 ``[pieces]``.
+        slots: where those trajectories were kept as open ones that pieces go on with: int64, one for each tail.
         steps: number of the step of the first item of each piece in its trajectory, int64 ``[pieces]``.
         ended: whether the last item of a piece ends its trajectory, bool ``[pieces]``.
         open_slots: the slots of the trajectories that are open with an item of this write as their newest, int64.
@@ -235,86 +235,89 @@ class Episodes:
             first: item number of the first.
         """
         count = len(rows)
-        ends = np.zeros(count, np.bool_) if ends is None else ends
         numbers = np.arange(first + 1, first + count + 1)
-        if keys is None:
-            groups, names = np.zeros(1, np.int64), [0]
-        else:
+        ends = np.zeros(count, np.bool_) if ends is None else ends
+        groups, names = np.zeros(1, np.int64), [0]  # where the items of each key begin, and the keys
+        if keys is not None:
             order = keys.argsort(kind="stable")
             rows, keys, ends, numbers = rows[order], keys[order], ends[order], numbers[order]
             groups = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
             names = keys[groups].tolist()
-        slots = np.fromiter((self._open.get(key, -1) for key in names), np.int64, len(names))
-        is_open = slots >= 0
-        tails = np.where(is_open, self._tails.take(np.maximum(slots, 0)), -1)
-        done = np.where(is_open, self._steps.take(np.maximum(slots, 0)), 0)
-        if self._lost:
-            done += np.fromiter((self._lost.pop(key, 0) for key in names), np.int64, len(names))
-        self.flags[tails[is_open]] &= _NOT_OPEN
-
-        steps = _steps(ends, groups, done)
-        before = np.full(count, -1)
-        follows = (steps[1:] > 0) & (rows[:-1] >= 0)
-        before[1:][follows] = rows[:-1][follows]
-        before[groups] = tails
-        slot_of = np.full(count, -1)
-        slot_of[groups] = slots
         lasts = np.append(groups[1:], count) - 1
-        open_slots = self._settle(names, slots, ends[lasts], rows[lasts], steps[lasts] + 1)
-
-        stays_open = open_slots >= 0
-        is_newest = np.zeros(count, np.bool_)
-        is_newest[lasts[stays_open]] = True
-        is_first = np.ones(count, np.bool_)
-        is_first[1:] = ~follows
+        slots, tails, done = self._known(names)
+        steps = _steps(ends, groups, done)
+        before = np.empty(count, np.int64)  # the row that each item follows, -1 for none
+        before[1:] = rows[:-1]
+        before[groups] = tails
+        before[steps == 0] = -1
+        is_first = before < 0
         is_first[groups] = True
-        kept = rows >= 0
-        if not kept.all():
+        slots_now = self._settle(names, slots, ends[lasts], rows[lasts], steps[lasts] + 1)
+        is_open = slots_now >= 0
+        newest, goes_on = lasts[is_open], slots[(tails >= 0) & (rows[groups] >= 0)]
+        if rows.min() < 0:
+            kept = rows >= 0
+            newest = np.cumsum(kept)[newest] - 1
             rows, steps, ends, numbers = rows[kept], steps[kept], ends[kept], numbers[kept]
-            before, slot_of, is_newest, is_first = before[kept], slot_of[kept], is_newest[kept], is_first[kept]
-        self._link(rows, before)
-        self.numbers[rows] = numbers
-        marks = steps % self._block == 0
-        self.flags[rows] = (steps == 0) * FIRST | ends * END | marks * MARK | is_newest * _OPEN
-        self._slot_of[rows[is_newest]] = open_slots[stays_open]
+            before, is_first = before[kept], is_first[kept]
+        self._put(rows, before, numbers, steps, ends)
+        self.flags[rows[newest]] |= _OPEN
+        self._slot_of[rows[newest]] = slots_now[is_open]
         firsts = np.flatnonzero(is_first)
-        counts = np.diff(np.append(firsts, len(rows)))
+        counts = np.append(firsts[1:], len(rows)) - firsts if len(firsts) else firsts
         return Pieces(
             rows,
             firsts,
             counts,
             before[firsts],
-            slot_of[firsts],
+            goes_on,
             steps[firsts],
             ends[firsts + counts - 1],
-            open_slots[stays_open],
-            firsts.searchsorted(np.flatnonzero(is_newest), side="right") - 1,
+            slots_now[is_open],
+            firsts.searchsorted(newest, side="right") - 1,
         )
+
+    def _known(self, names: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Slots, newest rows and numbers of items of trajectories: -1, -1 and 0 for those that are not open."""
+        slots = np.array([self._open.get(key, -1) for key in names])
+        is_open = slots >= 0
+        tails = np.where(is_open, self._tails.take(slots, mode="clip"), -1)
+        done = np.where(is_open, self._steps.take(slots, mode="clip"), 0)
+        if self._lost:
+            done += np.array([self._lost.pop(key, 0) for key in names])
+        self.flags[tails[is_open]] &= _NOT_OPEN
+        return slots, tails, done
 
     def _settle(
         self, names: Sequence[int], slots: Int64Array, ended: BoolArray, newest: Int64Array, steps: Int64Array
     ) -> Int64Array:
         """Note which trajectories are open after a write: their slots, -1 for those that are closed or lost."""
-        for i in np.flatnonzero(ended).tolist():
-            self._close(names[i])
-        is_lost = ~ended & (newest < 0)
-        for i in np.flatnonzero(is_lost).tolist():
-            self._lose(names[i], steps.item(i))
-        slots = slots.copy()
-        slots[ended | is_lost] = -1
-        for i in np.flatnonzero((slots < 0) & ~ended & ~is_lost).tolist():
+        is_lost = (newest < 0) & ~ended
+        if ended.any() or is_lost.any():
+            for i in np.flatnonzero(ended).tolist():
+                self._close(names[i])
+            for i in np.flatnonzero(is_lost).tolist():
+                self._lose(names[i], steps.item(i))
+        stay = ~(ended | is_lost)
+        slots = np.where(stay, slots, -1)
+        for i in np.flatnonzero((slots < 0) & stay).tolist():
             slots[i] = self._open_slot(names[i])
-        stay = slots >= 0
         self._tails[slots[stay]] = newest[stay]
         self._steps[slots[stay]] = steps[stay]
         return slots
 
-    def _link(self, rows: Int64Array, before: Int64Array) -> None:
-        """Link rows to those before them, -1 for none."""
+    def _put(
+        self, rows: Int64Array, before: Int64Array, numbers: Int64Array, steps: Int64Array, ends: BoolArray
+    ) -> None:
+        """Note of rows what they follow (-1 for nothing), numbers, steps, and ends."""
         has_before = before >= 0
         self.next[rows] = rows
         self.next[before[has_before]] = rows[has_before]
         self.prev[rows] = np.where(has_before, before, rows)
+        self.numbers[rows] = numbers
+        flags = (steps == 0).view(np.uint8) + (ends.view(np.uint8) << 1)
+        flags += (steps % self._block == 0).view(np.uint8) << 2 if self._block > 1 else MARK
+        self.flags[rows] = flags
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -365,7 +368,6 @@ class Episodes:
         episodes = cls(block)
         episodes.reserve(len(numbers))
         episodes.numbers[:] = numbers + 1
-        episodes._link(linked, np.full(len(linked), -1))
         episodes.next[rows], episodes.prev[rows] = links[rows], rows
         episodes.prev[links[linked]] = linked
         episodes.flags[:] = flags

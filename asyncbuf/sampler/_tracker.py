@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from asyncbuf.rows import Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._episodes import Cut, Episodes, Joined, Pieces
     from asyncbuf.sampler._row_set import BoolArray, RowSet
+
+
+# So many items are written one by one in less time than together.
+_FEW = 32
 
 
 class Rule(Protocol):
@@ -131,23 +136,28 @@ class Tracker:
         """Items were written."""
         self.reserve(event.table.capacity)
         rows = event.row_of_each
-        if len(rows) == 1 and (row := rows.item()) >= 0:
-            self._wrote_one(row, event)
-            return
-        kept = rows[rows >= 0]
-        self.removed(kept)
-        keys, ends = self._keys.of(event)
-        self._rule.joined_many(self.episodes.join_many(rows, keys, ends, event.first))
+        if len(rows) > _FEW or rows.min() < 0:
+            self.removed(rows[rows >= 0])
+            keys, ends = self._keys.of(event)
+            self._rule.joined_many(self.episodes.join_many(rows, keys, ends, event.first))
+        elif len(rows) == 1:
+            key, is_end = self._keys.of_one(event)
+            self._wrote_one(rows.item(), key, event.first, ends=is_end)
+        else:
+            keys, ends = self._keys.of(event)
+            of_each = [0] * len(rows) if keys is None else keys.tolist()
+            are_ends = [False] * len(rows) if ends is None else ends.tolist()
+            for row, key, number, is_end in zip(rows.tolist(), of_each, itertools.count(event.first), are_ends):
+                self._wrote_one(row, key, number, ends=is_end)
 
-    def _wrote_one(self, row: int, event: WriteEvent) -> None:
+    def _wrote_one(self, row: int, key: int, number: int, *, ends: bool) -> None:
         episodes, rule = self.episodes, self._rule
         if episodes.numbers.item(row):
             if episodes.prev.item(row) == row:
                 rule.cut_head(row, episodes.cut_head(row))
             else:
                 rule.cut(episodes.cut(np.array([row])))
-        key, ends = self._keys.of_one(event)
-        rule.joined(episodes.join(row, key, ends=ends, number=event.first))
+        rule.joined(episodes.join(row, key, ends=ends, number=number))
 
     def removed(self, rows: Int64Array) -> None:
         """Rows have left, or get other items."""

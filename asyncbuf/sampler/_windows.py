@@ -84,7 +84,7 @@ class Pending:
         most, firsts, counts = self._most, pieces.firsts, pieces.counts
         begins, had = pieces.rows[firsts], np.zeros(len(firsts), np.int64)
         goes_on = np.flatnonzero(pieces.tails >= 0)
-        begins[goes_on], had[goes_on] = self.of(pieces.slots[goes_on], pieces.tails[goes_on])
+        begins[goes_on], had[goes_on] = self.of(pieces.slots, pieces.tails[goes_on])
         passed = np.clip(had + counts - most, 0, had)  # so many of those are not pending any more
         ways = follow(self._episodes.next, begins[goes_on], 1 + int(passed.max(initial=0)))
         # Where a piece has as many items as can be pending, they begin in it; else at or behind where they began.

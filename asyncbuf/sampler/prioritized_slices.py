@@ -131,6 +131,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         if len(discarded):
             self._sums.set(discarded, 0.0)
             self._least.set(discarded, np.inf)
+            added = added[starts.holds(added)]  # some may have been discarded later in the same write
         if len(added):
             weights = self._weights(self._priorities.take(added))
             self._sums.set(added, weights)

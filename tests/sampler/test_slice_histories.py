@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
-from asyncbuf import TrajectorySampler
+from asyncbuf import PrioritizedSliceSampler, SliceSamplerWithoutReplacement, TrajectorySampler
 from asyncbuf._plain.codec import encode
 from asyncbuf.sampler._slicer import Slicer
 from asyncbuf.testing import difference
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 STEPS = 24
 # A thousand histories in the default run, and ten thousand of each kind in the other one.
-FEW = range(340)
-MANY = range(340, 10_340)
+FEW = range(200)
+MANY = range(200, 10_200)
 seeds = pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["few", "many"]
 )
@@ -103,6 +104,58 @@ def test_slices_are_those_of_the_model(seeds: range, disjoint: bool) -> None:
                 assert part.slicer.slices(firsts).info["is_start"].tolist() == begins
             if choose.random() < 0.1:
                 part.resume(told.rows)
+
+    compared(seeds, check)
+
+
+@seeds
+def test_prioritized_slices_are_those_of_the_model(seeds: range) -> None:
+    def check(choose: random.Random) -> None:
+        plan, model = Plan.chosen(choose), Model()
+        length, strict = choose.choice((1, 2, 4)), choose.random() < 0.5
+        key = "env" if plan.is_keyed else None
+        arguments: dict[str, Any] = {"slice_len": length, "trajectory_key": key, "strict_length": strict}
+        sampler = PrioritizedSliceSampler(end_key="done", **arguments)
+        for told in history(plan, model, choose, STEPS):
+            tell(sampler, told)
+            expected = {rows[0] for rows in model.slices(length, strict=strict)}
+            assert bool(sampler.may_draw(told.rows, length)) == bool(expected)
+            if expected and choose.random() < 0.5:
+                draw = sampler.draw(told.rows, 1500 * length, seeded())
+                assert set(draw.indices[::length].tolist()) == expected
+            if expected and choose.random() < 0.2:
+                which = torch.tensor(choose.sample(sorted(model.rows), 1 + len(model.rows) // 3))
+                sampler.update_priority(which, torch.ones(len(which)), told.rows)
+
+    compared(seeds, check)
+
+
+@seeds
+def test_passes_have_slices_of_the_model_and_no_item_twice(seeds: range) -> None:
+    def check(choose: random.Random) -> None:
+        plan, model = Plan.chosen(choose), Model()
+        length, strict = choose.choice((1, 2, 4)), choose.random() < 0.5
+        key = "env" if plan.is_keyed else None
+        sampler = SliceSamplerWithoutReplacement(
+            slice_len=length, end_key="done", trajectory_key=key, strict_length=strict, drop_last=choose.random() < 0.3
+        )
+        generator, epoch, seen = seeded(), -1, set[Any]()
+        for told in history(plan, model, choose, STEPS):
+            tell(sampler, told)
+            expected = model.slices(length, strict=strict, block=length)
+            for _ in range(choose.choice((0, 1, 3))):
+                if not sampler.may_draw(told.rows, 2 * length):
+                    break
+                draw = sampler.draw(told.rows, 2 * length, generator)
+                if draw.epoch != epoch:
+                    epoch, seen = draw.epoch or 0, set()
+                assert draw.shape is not None
+                for i, line in enumerate(draw.indices.reshape(draw.shape).tolist()):
+                    rows = tuple(line if strict else line[: draw.info["lengths"][i]])
+                    assert rows in expected
+                    items = {model.rows[row] for row in rows}
+                    assert not items & seen
+                    seen |= items
 
     compared(seeds, check)
 
