@@ -55,6 +55,8 @@ def arranged(draw: Draw, rows: Any, *, are_items: bool) -> Any:
         The tree ``[*shape, *item]`` of a draw without joins; otherwise what ``combine`` gets. Items are shaped when
         they have been collated.
     """
+    if draw.shape is not None and not draw.joins and not are_items:
+        return shaped(rows, draw.shape)  # the short way, for slices
     parts, start = [], 0
     for count in (draw.indices.numel(), *(indices.numel() for indices in draw.joins.values())):
         parts.append(_part(rows, slice(start, start + count), are_items=are_items))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -136,19 +135,20 @@ class Tracker:
         """Items were written."""
         self.reserve(event.table.capacity)
         rows = event.row_of_each
-        if len(rows) > _FEW or rows.min() < 0:
-            self.removed(rows[rows >= 0])
-            keys, ends = self._keys.of(event)
-            self._rule.joined_many(self.episodes.join_many(rows, keys, ends, event.first))
-        elif len(rows) == 1:
+        count = len(rows)
+        if count == 1 and (row := rows.item()) >= 0:
             key, is_end = self._keys.of_one(event)
-            self._wrote_one(rows.item(), key, event.first, ends=is_end)
-        else:
-            keys, ends = self._keys.of(event)
-            of_each = [0] * len(rows) if keys is None else keys.tolist()
-            are_ends = [False] * len(rows) if ends is None else ends.tolist()
-            for row, key, number, is_end in zip(rows.tolist(), of_each, itertools.count(event.first), are_ends):
-                self._wrote_one(row, key, number, ends=is_end)
+            self._wrote_one(row, key, event.first, ends=is_end)
+            return
+        keys, ends = self._keys.of(event)
+        if count <= _FEW and min(few := rows.tolist()) >= 0:
+            of_each = [0] * count if keys is None else keys.tolist()
+            are_ends = [False] * count if ends is None else ends.tolist()
+            for number, row in enumerate(few):
+                self._wrote_one(row, of_each[number], event.first + number, ends=are_ends[number])
+            return
+        self.removed(rows[rows >= 0])
+        self._rule.joined_many(self.episodes.join_many(rows, keys, ends, event.first))
 
     def _wrote_one(self, row: int, key: int, number: int, *, ends: bool) -> None:
         episodes, rule = self.episodes, self._rule

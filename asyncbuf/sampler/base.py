@@ -196,7 +196,10 @@ class Sampler(ABC):
         """
 
     def check(self, capacity: int, batch_size: int) -> None:
-        """Refuse at construction what can never be drawn.
+        """Refuse what can never be drawn.
+
+        Asked when the buffer is made, ahead of everything else, with its batch size, if it has one; and for each other
+        batch size that a call asks for.
 
         Raises:
             ValueError: no buffer of this capacity ever holds a batch of this size.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tests.sampler.trajectory_model import Slice
 
 STEPS = 24
-# A thousand histories in the default run, and ten thousand of each kind in the other one.
+# A thousand histories in the default run, and more than ten thousand in the other one, all kinds together.
 FEW = range(200)
-MANY = range(200, 10_200)
+MANY = range(200, 2_400)
 seeds = pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["few", "many"]
 )
