@@ -76,7 +76,7 @@ class PrioritizedSampler(Sampler):
             raise TypeError(f"priority_key: expected the path of a field, found {priority_key!r}")
         self._reduction = reduction
         self._priority_key = priority_key
-        self.columns = () if priority_key is None else (priority_key,)
+        self.columns: tuple[str, ...] = () if priority_key is None else (priority_key,)
         self._draws = 0
         self._largest = 1.0
         self._exponent = self._value(self._alpha)

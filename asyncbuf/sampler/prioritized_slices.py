@@ -92,7 +92,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         if not 0 <= eta <= 1:
             raise ValueError(f"eta: expected a number from 0 to 1, found {eta!r}")
         self._eta = float(eta)
-        self.columns = tuple(dict.fromkeys((*self.columns, *self._slicer.columns)))
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *self._slicer.columns)))
 
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse a batch size that is not one of whole slices."""

@@ -80,7 +80,7 @@ class SliceSampler(Sampler):
             strict_length=strict_length,
             burn_in=burn_in,
         )
-        self.columns = self._slicer.columns
+        self.columns: tuple[str, ...] = self._slicer.columns
 
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse a batch size that is not one of whole slices."""
@@ -182,7 +182,7 @@ class SliceSamplerWithoutReplacement(Sampler):
         self._drop_last = drop_last
         # The pass goes over the rows at which slices begin, as if they were a table.
         self._pass = SamplerWithoutReplacement(drop_last=drop_last, shuffle=shuffle)
-        self.columns = self._slicer.columns
+        self.columns: tuple[str, ...] = self._slicer.columns
 
     def _begins(self, rows: Rows) -> Rows:
         """The rows at which slices begin."""

@@ -65,7 +65,7 @@ class TrajectorySampler(Sampler):
         if not self._keys.tells_ends:
             raise ValueError("end_key: expected the field that tells where a trajectory ends, found none")
         self._padded = instance_of(padded, bool, "padded", example="True")
-        self.columns = self._keys.columns
+        self.columns: tuple[str, ...] = self._keys.columns
         self._tracker, self._whole = self._made(Episodes(1))
 
     def _made(self, episodes: Episodes) -> tuple[Tracker, Whole]:
