@@ -26,7 +26,7 @@ SLICES: dict[str, Callable[[], Sampler]] = {
     "num-slices": lambda: SliceSampler(num_slices=2, end_key="done", trajectory_key="env", strict_length=False),
     "by-trajectory": lambda: SliceSampler(slice_len=2, burn_in=1, trajectory_key="trajectory", strict_length=False),
     "passes": lambda: SliceSamplerWithoutReplacement(slice_len=3, end_key="done", trajectory_key="env"),
-    "passes-burn-in": lambda: SliceSamplerWithoutReplacement(slice_len=3, end_key="done", drop_last=True),
+    "passes-one-after-the-other": lambda: SliceSamplerWithoutReplacement(slice_len=3, end_key="done", drop_last=True),
     "passes-drop": lambda: SliceSamplerWithoutReplacement(
         num_slices=2, end_key="done", strict_length=False, drop_last=True
     ),
