@@ -52,6 +52,8 @@ async def finish(future: Future[T], on_cancel: Callable[[], None] | None = None)
 async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
     """Run something long, such as writing a checkpoint, in a thread that is gone when this returns.
 
+    Where no thread can be started, as at the end of the interpreter, it runs in this one.
+
     Args:
         function: what to run.
         *args: its arguments.
@@ -59,7 +61,7 @@ async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callab
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="asyncbuf-once")
     try:
-        future = pool.submit(_Job(function, args))
+        future = started(pool.submit, function, *args)
         cancelled = await finish(future, on_cancel)
     finally:
         pool.shutdown(wait=True)
@@ -69,6 +71,52 @@ async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callab
     finally:
         del cancelled
     return future.result()
+
+
+def started(start: Callable[[Callable[[], None]], object], function: Callable[..., T], *args: object) -> Future[T]:
+    """Run something in another thread. If none can be started, run it at once in this one.
+
+    Args:
+        start: has a thread call what it gets; ``submit`` of a pool, or ``in_new_thread``.
+        function: what to run.
+        *args: its arguments.
+    """
+    future: Future[T] = Future()
+    once = _Once(_Job(function, args), future)
+    try:
+        start(once)
+    except RuntimeError:
+        once()  # unless a thread is at it already: a pool keeps what it could not start a thread for
+    return future
+
+
+def in_new_thread(call: Callable[[], None]) -> None:
+    """Let a thread call something that ends soon.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    threading.Thread(target=call, name="asyncbuf-disk").start()
+
+
+class _Once(Generic[T]):
+    """Runs a job for whoever calls first."""
+
+    def __init__(self, job: _Job[T], future: Future[T]) -> None:
+        self._job = job
+        self._futures = [future]
+
+    def __call__(self) -> None:
+        try:
+            future = self._futures.pop()
+        except IndexError:
+            return
+        try:
+            future.set_result(self._job())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            del future  # the error holds this frame, which must not hold what holds the error
 
 
 class _Job(Generic[T]):

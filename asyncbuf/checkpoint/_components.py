@@ -16,7 +16,7 @@ from asyncbuf.checkpoint.snapshotable import is_snapshotable
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from asyncbuf._disk.directory import CheckpointWriter
+    from asyncbuf._disk.writer import CheckpointWriter
     from asyncbuf.checkpoint._freeze import Freeze
 
 # Bounds the memory that a save takes beside the copies, and how long a cancelled one goes on.
@@ -57,7 +57,7 @@ class Captured(NamedTuple):
         for number, group in enumerate(_grouped(self.tensors)):
             host = {key: tensor.cpu() for key, tensor in group.items()}
             writer.write(f"{name}/{number:05}.safetensors", host)
-        return {"kind": self.kind, "state": self.document}
+        return {"kind": self.kind, "state": writer.document(f"{name}/state.json", self.document)}
 
 
 async def capture(parts: dict[str, Any], timeout: float | None) -> dict[str, Captured]:

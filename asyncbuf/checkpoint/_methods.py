@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from asyncbuf._disk.directory import absolute
+from asyncbuf._disk.files import absolute
 from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint.snapshot import Snapshot

@@ -6,7 +6,8 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from asyncbuf._disk.directory import CheckpointReader, is_checkpoint
+from asyncbuf._disk.manifest import is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
 from asyncbuf._plain.codec import decode, join
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._components import BUFFER, OBJECT, VALUE, state_of
@@ -160,7 +161,7 @@ def joined(reader: CheckpointReader, name: str, part: dict[str, Any]) -> Any:
     for group in reader.read_all(name):
         tensors.update(group)
     try:
-        return join(part["state"], tensors)
+        return join(reader.document(part["state"]), tensors)
     except (RecursionError, RuntimeError, TypeError) as error:
         raise CheckpointCorruptError(f"{name}: expected plain data, found {error!r}") from error
 

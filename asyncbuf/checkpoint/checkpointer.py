@@ -1,6 +1,6 @@
 """Checkpoints of a whole training run: buffers, models, optimizers and plain values at one point in time.
 
-One directory per step, committed whole (see ``asyncbuf._disk.directory``)::
+One directory per step, committed whole (see ``asyncbuf._disk.writer``)::
 
     runs/step-000100/
       manifest.json                      which parts there are, and everything that is not a tensor
@@ -18,7 +18,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._disk.directory import CheckpointWriter, absolute, is_checkpoint, remove, sweep
+from asyncbuf._disk.files import absolute
+from asyncbuf._disk.housekeeping import remove
+from asyncbuf._disk.manifest import is_checkpoint
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._components import Captured, capture, is_stateful
@@ -87,7 +90,7 @@ class Checkpointer:
         self._directory = absolute(directory)
         self._keep = keep
         self._rng = rng
-        self._swept = False
+        self._last: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -152,20 +155,32 @@ class Checkpointer:
         return path
 
     def _write(self, writer: CheckpointWriter, step: int, captured: dict[str, Captured]) -> None:
-        if not self._swept:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            sweep(self._directory)
-            self._swept = True
+        writer.base = self._base(step)
         with writer:
             parts = {name: part.write(writer, name) for name, part in captured.items()}
             writer.commit({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
+        self._last = step
         self._prune(step)
+
+    def _base(self, step: int) -> Path | None:
+        """The checkpoint that most of a new one may be the same as: that of the last step saved or restored here."""
+        try:
+            steps = [other for other in self.steps() if other != step]
+        except OSError:
+            steps = []  # it may be entered but not read
+        if not steps:
+            return None
+        return self.path(self._last if self._last in steps else steps[-1])
 
     def _prune(self, written: int) -> None:
         """Remove the oldest checkpoints. The new one is committed, so a failure here is none of the save."""
         if self._keep is None:
             return
-        committed = [step for step in self.steps() if is_checkpoint(self.path(step))]
+        try:
+            committed = [step for step in self.steps() if is_checkpoint(self.path(step))]
+        except OSError as error:
+            _logger.warning("old checkpoints in %s could not be looked for: %r", self._directory, error)
+            return
         for step in committed[: -self._keep]:
             if step == written:
                 continue
@@ -233,6 +248,7 @@ class Checkpointer:
                     if step is not None or not others:
                         raise
                     raise type(error)(f"{error}; restore(step=...) takes an older one, of {others}") from error
+                self._last = chosen
                 return RestoredCheckpoint(chosen, plan.path, plan.values)
 
     def _chosen(self, step: int | None) -> int:

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute
+from asyncbuf._disk.files import absolute
+from asyncbuf._disk.reader import CheckpointReader, ReadAhead
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._plain.codec import join, split
+from asyncbuf._plain.memory import check_memory
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
 from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
@@ -52,6 +55,7 @@ class Snapshot:
         Raises:
             CheckpointError: it is not the state dict of a snapshot; nothing has changed.
         """
+        check_memory(state_dict, "snapshot")
         borrowed = self.borrowed(copied(state_dict))
         self._state, self._storage = borrowed._state, borrowed._storage
 
@@ -59,6 +63,7 @@ class Snapshot:
     def borrowed(cls, state_dict: Any) -> Self:
         """A snapshot that shares the memory of a state dict, for use while nobody changes that."""
         state = dict(checked(state_dict))
+        check_memory(state, "snapshot")
         storage = state.pop("storage", None)
         if not isinstance(storage, dict) or storage.keys() != {"meta", "chunks"}:
             raise CheckpointCorruptError(f"storage: expected meta and chunks, found {type(storage).__name__}")
@@ -73,14 +78,20 @@ class Snapshot:
         snapshot.load_state_dict(state_dict)
         return snapshot
 
-    async def save(self, path: str | os.PathLike[str]) -> None:
+    async def save(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
         """Write a checkpoint directory, in a thread. A checkpoint that is there already is replaced in one step.
+
+        Args:
+            path: the directory.
+            base: another checkpoint of the same buffer, beside this one. Rows that have not changed since are not
+                written again: their files get a second name. Either checkpoint may be removed later. One that is
+                replaced is used so without being asked for.
 
         Raises:
             CheckpointError: something else than a checkpoint is there.
             OSError: the file system refuses.
         """
-        writer = CheckpointWriter(path)
+        writer = CheckpointWriter(path, base)
         await in_thread(self._save, writer, on_cancel=writer.stop)
 
     def _save(self, writer: CheckpointWriter) -> None:
@@ -126,7 +137,7 @@ class Snapshot:
             What JSON can hold, for ``read``.
         """
         for number, chunk in enumerate(self._storage.chunks()):
-            writer.write(f"{prefix}storage/{number:05}.safetensors", chunk.tensors)
+            writer.write_chunk(f"{prefix}storage/{number:05}.safetensors", chunk.identity, chunk.read)
         document = dict(self._state)
         document["storage"] = self._storage.meta
         for part in (*parts_of(document), "storage"):
@@ -176,11 +187,13 @@ class _OnDisk:
     def __init__(self, meta: Any, reader: CheckpointReader, part: str) -> None:
         self.meta = meta
         self._reader = reader
-        self._part = part
+        self._names = reader.names(part)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Reads and checks one file after the other."""
-        return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._reader.read_all(self._part))
+        """Each reads and checks one file when its tensors are asked for, and the next ones meanwhile."""
+        files = ReadAhead(self._reader, self._names)
+        for number, name in enumerate(self._names):
+            yield Chunk(self._reader.identity(name), functools.partial(files.read, number))
 
 
 def checked(state: Any) -> dict[str, Any]:
@@ -208,12 +221,12 @@ def _written(writer: CheckpointWriter, name: str, plain: Any) -> Any:
     document, tensors = split(plain)
     if tensors:
         writer.write(f"{name}.safetensors", tensors)
-    return document
+    return writer.document(f"{name}.json", document)
 
 
 def _joined(reader: CheckpointReader, name: str, document: Any) -> Any:
     file = f"{name}.safetensors"
-    return join(document, reader.read(file) if reader.has(file) else {})
+    return join(reader.document(document), reader.read(file) if reader.has(file) else {})
 
 
 P = TypeVar("P")

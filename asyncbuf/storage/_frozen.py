@@ -35,6 +35,10 @@ class Chunk:
         self.identity = identity
         self._read = read
 
+    def read(self) -> dict[str, torch.Tensor]:
+        """Make the tensors, as ``tensors``."""
+        return self._read()
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors ``[rows, ...]``. Made whenever this is asked for, so that nothing is read for nothing."""
@@ -154,19 +158,27 @@ class CopyOnWrite:
                     if segment not in self._kept:
                         self._kept[segment] = self._copied(segment)
 
-    def segments(self, start: int, stop: int) -> Iterator[list[Records]]:
-        """The kept rows of a range, segment by segment: records ``[rows]``, one per block, that nobody writes to.
+    def count(self, start: int, stop: int) -> int:
+        """How many rows of a range there are."""
+        return max(0, min(stop, self._rows) - start)
+
+    def visit(self, start: int, stop: int, use: Callable[[int, list[Records]], None]) -> None:
+        """Show the kept rows of a range, segment by segment.
 
         Args:
             start: the first row, where a segment begins.
             stop: the row after the last one; a segment ends there, or all of them.
+            use: gets the number of the first row within the range, and records ``[rows]``, one array per block, which
+                are written to as soon as it returns.
         """
         for segment in range(start // self._step, -(-min(stop, self._rows) // self._step)):
             with self._lock:
-                found = self._kept.get(segment) or self._copied(segment)
-            yield found
+                use(segment * self._step - start, self._kept.get(segment) or self._live(segment))
 
-    def _copied(self, segment: int) -> list[Records]:
+    def _live(self, segment: int) -> list[Records]:
         start = segment * self._step
         stop = min(start + self._step, self._rows)
-        return [block[start:stop].copy() for block in self._blocks]
+        return [block[start:stop] for block in self._blocks]
+
+    def _copied(self, segment: int) -> list[Records]:
+        return [rows.copy() for rows in self._live(segment)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from asyncbuf._plain.codec import dtype_name, dtype_named
 from asyncbuf._plain.tree import builder, flat_keys
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
+from asyncbuf._runtime.spare_memory import SpareMemory
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import _layout as layout
 from asyncbuf.storage._batch_memory import BatchMemory
@@ -21,13 +21,17 @@ from asyncbuf.storage._recycling import Slots
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
+
     from asyncbuf._plain import tree
     from asyncbuf.storage._frozen import CopyOnWrite
 
 # Rows that are copied aside together when they are about to be overwritten.
 SEGMENT_BYTES = 1024 * 1024
-# Reading a file keeps the interpreter's lock for as long as its tensors are taken out.
-CHUNK_BYTES = 16 * 1024 * 1024
+# The less there is in a chunk, the less is written again when some of it has changed; the more, the fewer files.
+CHUNK_BYTES = 8 * 1024 * 1024
+_SPARE_CHUNKS = 8
+_ALIGNED = 64
 
 
 class RowMemory:
@@ -110,25 +114,38 @@ class FrozenRows:
 
     def chunks(self) -> Iterator[Chunk]:
         """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
+        # Chunks that are read one after the other are written to files meanwhile.
+        spare = SpareMemory(_SPARE_CHUNKS)
         for number, identity in enumerate(self._identities):
             start = number * self._rows.versions.rows
-            yield Chunk(identity, functools.partial(self._columns, start, start + self._rows.versions.rows))
+            yield Chunk(identity, functools.partial(self._columns, start, start + self._rows.versions.rows, spare))
 
-    def _columns(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        segments = list(self._kept.segments(start, stop))
+    def _columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
         fields = self._rows.fields
-        lengths = [len(segment[0]) for segment in segments]
-        dense = [np.empty((sum(lengths), *field.shape), field.bits) for field in fields]
-        filled = 0
-        for length, segment in zip(lengths, segments, strict=True):
+        dense = _arrays(fields, self._kept.count(start, stop), spare)
+
+        def copy(first: int, segment: list[layout.Records]) -> None:
             # Field by field: numpy keeps the interpreter's lock while it copies whole records.
             for out, column in zip(dense, columns(segment, self._rows.layout), strict=True):
-                out[filled : filled + length] = column
-            filled += length
+                out[first : first + len(column)] = column
+
+        self._kept.visit(start, stop, copy)
         return {
             name: field.typed(torch.from_numpy(out))
             for name, field, out in zip(_names(fields), fields, dense, strict=True)
         }
+
+
+def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.ndarray[Any, Any]]:
+    """Arrays ``[count, *shape]`` of bits, with anything in them, in one piece of memory."""
+    sizes = [-(-count * field.nbytes // _ALIGNED) * _ALIGNED for field in fields]
+    memory = spare.take(sum(sizes))
+    arrays, start = [], 0
+    for field, size in zip(fields, sizes, strict=True):
+        raw = memory[start : start + count * field.nbytes]
+        arrays.append(raw.view(field.bits).reshape(count, *field.shape))
+        start += size
+    return arrays
 
 
 def _names(fields: Sequence[Field]) -> list[str]:

@@ -15,7 +15,7 @@ from asyncbuf import (
     CheckpointNotFoundError,
     CheckpointVersionError,
 )
-from asyncbuf._disk.directory import CheckpointWriter
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.helpers import Count, Run, Untouched, bits, items, make_buffer, saved_twice
 from tests.helpers import check_same, take

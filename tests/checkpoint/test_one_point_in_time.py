@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asyncbuf import ReplayBuffer, TensorStorage
-from asyncbuf._disk.directory import CheckpointWriter
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.helpers import Count, Run, items, make_buffer
 from tests.helpers import Crew, Stop, check_same, fingerprint, seeded, take, turns, within

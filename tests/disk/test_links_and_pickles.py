@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asyncbuf import CheckpointCorruptError
-from asyncbuf._disk.directory import MANIFEST
+from asyncbuf._disk.manifest import MANIFEST
 from tests.disk.helpers import FILES, data_of, files_of, forge, load
 
 if TYPE_CHECKING:

@@ -188,7 +188,7 @@ def test_nothing_is_read_before_it_is_asked_for(make: type[Any], monkeypatch: py
 
     frozen = filled(make).freeze()
     monkeypatch.setattr("asyncbuf.storage.list.encode", no)
-    monkeypatch.setattr("asyncbuf.storage._frozen.CopyOnWrite.segments", no)
+    monkeypatch.setattr("asyncbuf.storage._frozen.CopyOnWrite.visit", no)
     chunks = [*frozen.chunks()]
     with pytest.raises(AssertionError, match="read"):
         assert chunks[0].tensors
