@@ -12,7 +12,7 @@ from asyncbuf._plain.state import fields, same
 from asyncbuf._prefetch.tickets import Tickets
 from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from asyncbuf.storage._frozen import tensors_of
+from asyncbuf.storage._frozen import ChunksRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,7 +211,8 @@ class RestorePlan:
                 state["prefetch"], live.config.depth, steps=live.steps, capacity=storage.capacity, elastic=elastic
             )
         self._row_count = storage.rows_in(meta)
-        self._make_rows_live = storage.load_rows(meta, tensors_of(rows))
+        self._chunks = ChunksRead(rows)
+        self._make_rows_live = storage.load_rows(meta, self._chunks.tensors())
 
     def _match(self, state: dict[str, Any], *, elastic: bool) -> None:
         """Compare parts, kinds and settings."""
@@ -246,6 +247,7 @@ class RestorePlan:
                 part.load(state)
             tickets = self._verified()
             self._make_rows_live()
+            self._live.table.storage.loaded_chunks(self._chunks.identities)
         except BaseException:
             for part, old in before:
                 part.load(part.read(old))

@@ -118,22 +118,31 @@ class SnapshotMethods:
         snapshot = await self.snapshot(timeout)
         return await in_thread(snapshot.state_dict)
 
-    async def save(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
+    async def save(
+        self,
+        path: str | os.PathLike[str],
+        timeout: float | None = None,
+        *,
+        base: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Write a checkpoint directory of this moment. Consumers and writers go on while it is being written.
 
         Args:
             path: the directory. A checkpoint that is there already is replaced in one step; a crash at any point
                 leaves either the one or the other.
             timeout: as in ``snapshot``; the writing itself takes as long as it takes.
+            base: another checkpoint of this buffer, in the same file system: rows that have not changed since are not
+                written again. Either may be removed later. One that is replaced is used so without being asked for.
 
         Raises:
             CheckpointError: something in the buffer cannot be saved, or something else than a checkpoint is there.
             TimeoutError: as in ``snapshot``.
             OSError: the file system refuses.
         """
-        path = absolute(path)  # the working directory may change meanwhile
+        # The working directory may change meanwhile.
+        path, base = absolute(path), None if base is None else absolute(base)
         snapshot = await self.snapshot(timeout)
-        await snapshot.save(path)
+        await snapshot.save(path, base=base)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ class ChunkVersions:
     def renew(self) -> None:
         """All contents are other ones."""
         self._token = secrets.token_hex(8)
+        self._process = os.getpid()
+        self._loaded: dict[int, str] = {}
         self._written: dict[int, int] = {}
         self.noted = (0, 0)
 
@@ -76,17 +78,37 @@ class ChunkVersions:
             self._written[number] = self._freezes + 1
         self.noted = (last * self.rows, (last + 1) * self.rows)
 
+    def loaded(self, sizes: Sequence[int], identities: Sequence[str | None]) -> None:
+        """Chunks were loaded that have identities already, which they keep until they are written.
+
+        Args:
+            sizes: rows of each.
+            identities: what stands for each.
+        """
+        if any(size != self.rows for size in sizes[:-1]) or (sizes and sizes[-1] > self.rows):
+            return  # others than ``freeze`` makes
+        known = enumerate(zip(sizes, identities, strict=True))
+        self._loaded = {number: identity for number, (_, identity) in known if identity is not None}
+
     def freeze(self, count: int) -> list[str]:
         """The identities of the chunks of so many rows, as they are now."""
         self._freezes += 1
         self.noted = (0, 0)
-        # A forked process has the same token, and writes of its own.
-        token, written = f"{self._token}-{os.getpid():x}", self._written
+        if self._process != os.getpid():
+            self._fork()
         starts = range(0, count, self.rows)
         return [
-            f"{token}-{start}-{min(start + self.rows, count)}-{written.get(number, 0)}"
+            self._loaded[number]
+            if number in self._loaded and number not in self._written
+            else f"{self._token}-{start}-{min(start + self.rows, count)}-{self._written.get(number, 0)}"
             for number, start in enumerate(starts)
         ]
+
+    def _fork(self) -> None:
+        """Writes of a forked process are its own: what was loaded and not written is known, all else gets new names."""
+        loaded = {number: identity for number, identity in self._loaded.items() if number not in self._written}
+        self.renew()
+        self._loaded = loaded
 
     def __reduce__(self) -> tuple[type[ChunkVersions], tuple[int]]:
         """A copy knows nothing yet."""
@@ -122,6 +144,27 @@ class InMemoryRows:
     def chunks(self) -> Iterator[Chunk]:
         """The contents; whether they are those of some storage is not known."""
         return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._chunks)
+
+
+class ChunksRead:
+    """Chunks on their way into a storage.
+
+    Args:
+        frozen: the contents.
+
+    Attributes:
+        identities: of the chunks that were read.
+    """
+
+    def __init__(self, frozen: Frozen) -> None:
+        self._frozen = frozen
+        self.identities: list[str | None] = []
+
+    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of each chunk, as ``Storage.load_rows`` takes them."""
+        for chunk in self._frozen.chunks():
+            self.identities.append(chunk.identity)
+            yield chunk.tensors
 
 
 def tensors_of(frozen: Frozen) -> Iterator[dict[str, torch.Tensor]]:

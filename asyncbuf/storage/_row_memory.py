@@ -56,6 +56,7 @@ class RowMemory:
         self.segment_rows = max(1, SEGMENT_BYTES // max(1, widest))
         segments = -(-CHUNK_BYTES // (self.segment_rows * max(1, self.row_nbytes)))
         self.versions = ChunkVersions(segments * self.segment_rows)
+        self.loaded: list[int] = []  # rows of the chunks that a checkpoint had
         self.slots = Slots(BatchMemory(self.layout, fields, contiguous=contiguous))
         # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
         self.flat_keys = flat_keys(spec)

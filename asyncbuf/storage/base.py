@@ -235,6 +235,16 @@ class Storage(ABC):
             raise CheckpointCorruptError(f"expected no chunks for {type(self).__name__}, found some")
         return lambda: self.load_state_dict(state)
 
+    def loaded_chunks(self, identities: Sequence[str | None]) -> None:
+        """Be told what stands for the chunks that were loaded, once they are live.
+
+        A storage whose ``freeze`` would now give the very same chunks may give them these identities for as long as
+        nothing is written into them, so that the next checkpoint need not write them again. May not fail.
+
+        Args:
+            identities: of each chunk, in order; None where that is not known.
+        """
+
     def rows_in(self, meta: Any) -> int | None:
         """How many rows are in what ``freeze`` gave out; None if that cannot be told."""
         return None

@@ -189,10 +189,16 @@ class TensorStorage(Storage):
         rows = self._new_rows(spec, fields)
         filled = 0
         for chunk in chunks:
-            filled += fill(rows, chunk, filled, count)
+            rows.loaded.append(fill(rows, chunk, filled, count))
+            filled += rows.loaded[-1]
         if filled != count:
             raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
         return lambda: self._replace(rows, count)
+
+    def loaded_chunks(self, identities: Sequence[str | None]) -> None:
+        """Give chunks that were loaded, and not written since, the identities that they had."""
+        if self._rows is not None and len(self._rows.loaded) == len(identities):
+            self._rows.versions.loaded(self._rows.loaded, identities)
 
     def rows_in(self, meta: Any) -> int | None:
         """How many rows a description speaks of."""

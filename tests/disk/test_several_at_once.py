@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_removed_while_a_save_begins_leaves_no_half(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed: list[bool] = []
-    look = housekeeping.is_checkpoint
+    look = is_checkpoint
 
     def looked(there: Path) -> bool:
         found = look(there)
