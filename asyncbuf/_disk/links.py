@@ -64,10 +64,8 @@ class Links:
             return None
         source, entry = found
         try:
-            if not _is_as_written(files.stat(source), entry):
-                return None
             files.link(source, target)
-            # Looked at once more, since what has this name now cannot be exchanged for something else.
+            # Looked at when it has the new name, which nobody exchanges for something else.
             if _is_as_written(files.stat(target), entry):
                 return {**entry, "identity": identity}
         except OSError as error:

@@ -234,6 +234,8 @@ class CheckpointWriter:
             document = Document(value, lines.add)
             if not document.lines:
                 return document.value
+            if not manifest.is_shallow(value):
+                raise CheckpointError(f"{name}: expected at most {manifest.LEVELS} levels, found more")
             document.end()
             self._files[name] = lines.end()
         return {FILE: name}
