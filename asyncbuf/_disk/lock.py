@@ -78,12 +78,14 @@ class _Places:
         with self._mutex:
             self._visited.add(place)
 
-    def forget(self, place: Identity) -> bool:
-        """Whether it was visited; not any more from now on."""
+    def has_visited(self, place: Identity) -> bool:
         with self._mutex:
-            known = place in self._visited
+            return place in self._visited
+
+    def forget(self, place: Identity) -> None:
+        """It is gone, and another one may get its inode."""
+        with self._mutex:
             self._visited.discard(place)
-            return known
 
 
 _places = _Places()
@@ -123,8 +125,10 @@ class Held:
         if handle is None:
             return
         if self._process == os.getpid():
-            if fcntl is not None:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if os.fstat(handle).st_nlink == 0:
+                    _places.forget(self._place)
+                if fcntl is not None:
                     fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
             _places.leave(self._place)
         with contextlib.suppress(OSError):
@@ -212,7 +216,7 @@ def _without_lock(directory: Path, found: os.stat_result, *, alone: bool) -> Non
     place = found.st_dev, found.st_ino
     if not alone:
         _places.visit(place)
-    elif not _places.forget(place) and time.time() - found.st_mtime < ABANDONED_SECONDS:
+    elif not _places.has_visited(place) and time.time() - found.st_mtime < ABANDONED_SECONDS:
         raise _BusyError(errno.EBUSY, "expected to know that nobody else is there", str(directory))
 
 
