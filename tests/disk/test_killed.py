@@ -58,7 +58,7 @@ def check(snapshot: Snapshot, rows: int, width: int) -> int:
     return written
 
 
-async def work(root: Path, size: tuple[int, int], seed: int, tell: Callable[[str], None]) -> None:
+async def work(root: Path, size: tuple[int, int], seed: int, tell: Callable[[str], object]) -> None:
     """Go on from the last checkpoint, and save in every way again and again."""
     rows, width = size
     rng = random.Random(seed)
@@ -100,9 +100,7 @@ def in_child(action: Callable[[], Any]) -> int:
 def kill_amid(root: Path, size: tuple[int, int], seed: int, seconds: float) -> dict[str, int]:
     """Let a process save, and kill it after a while: what it said that it had saved."""
     told, telling = os.pipe()
-    child = in_child(
-        lambda: asyncio.run(work(root, size, seed, lambda text: os.write(telling, f"{text}\n".encode()) and None))
-    )
+    child = in_child(lambda: asyncio.run(work(root, size, seed, lambda text: os.write(telling, f"{text}\n".encode()))))
     os.close(telling)
     text, deadline = b"", time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
