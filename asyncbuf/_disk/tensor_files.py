@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # What safetensors takes at most.
 HEADER_BYTES = 100_000_000
-_PIECE_BYTES = 4 * 1024 * 1024
+_PIECE_BYTES = 8 * 1024 * 1024
 # Smaller ones are put together before they are written.
 _SMALL_BYTES = 64 * 1024
 # safetensors keeps its own things under this name: a tensor called so makes a file that nothing can read.

@@ -102,6 +102,11 @@ def test_nobody_waits_for_a_removal_for_ever(system: str, tmp_path: Path, monkey
     held.release()
 
 
+def came_and_went(path: Path, number: int) -> None:
+    save(path, number)
+    remove(path)
+
+
 def test_threads_of_one_process_lose_nothing(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     path = tmp_path / "run"
@@ -116,7 +121,7 @@ def test_threads_of_one_process_lose_nothing(system: str, tmp_path: Path, monkey
             errors.append(error)
 
     actions: list[Callable[[int], object]] = [lambda n: save(path, n)] * 3 + [lambda n: load(path)] * 3
-    actions += [lambda n: sweep(tmp_path), lambda n: (save(tmp_path / "two", n), remove(tmp_path / "two"))]
+    actions += [lambda n: sweep(tmp_path), lambda n: came_and_went(tmp_path / "two", n)]
     threads = [threading.Thread(target=work, args=(action,)) for action in actions]
     for thread in threads:
         thread.start()
