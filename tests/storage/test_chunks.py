@@ -204,16 +204,22 @@ def test_contents_in_memory_are_of_no_known_identity() -> None:
     assert next(rows.chunks()).tensors  # what a reader does with the dict does not show
 
 
-async def test_buffer_that_was_restored_has_other_identities() -> None:
+async def test_buffer_that_was_restored_has_the_identities_of_what_it_was_restored_from() -> None:
     async def buffer() -> ReplayBuffer:
         made = ReplayBuffer(TensorStorage(CAPACITY), batch_size=2)
         await made.extend({"x": torch.arange(35)})
         return made
 
     source, target = await buffer(), await buffer()
-    before = {*identities(source._storage), *identities(target._storage)}
+    own, before = identities(target._storage), identities(source._storage)
     await target.restore(await source.snapshot())
-    assert not before & {*identities(target._storage)}
+    assert identities(target._storage) == before
+    for each in (source, target):
+        await each.extend({"x": torch.arange(1)})
+    after = [identities(each._storage) for each in (source, target)]
+    assert same(before, after[0]) == same(before, after[1]) == [True, True, True, False]
+    assert after[0][-1] != after[1][-1]
+    assert not {*own} & {*after[1]}
 
 
 @st.composite
