@@ -90,7 +90,7 @@ def test_memory_is_used_again_once_nobody_sees_it() -> None:
     spare = SpareMemory(2)
     first = spare.take(100)
     place = first.ctypes.data
-    views: list[Any] = [torch.from_numpy(first)[3:7].view(2, 2), first[5:], memoryview(first)]
+    views: list[Any] = [torch.from_numpy(first)[3:7].view(2, 2), first[5:], first.data]
     del first
     while views:
         assert spare.take(50).ctypes.data != place
