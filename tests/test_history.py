@@ -160,7 +160,6 @@ async def check_against_the_model(
     check_same([(b.number, b.indices.tolist(), numbers(b)) for b in others], model.others, f"seed {seed}, other size")
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -141,7 +141,6 @@ CASES = [
 ]
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize(("consumers", "depth", "workers", "threads", "kind"), CASES)
 async def test_batches_received_are_the_stream_whoever_gives_up(
     consumers: int, depth: int, workers: int, threads: bool, kind: str

@@ -12,6 +12,9 @@ from asyncbuf import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorSto
 from tests.cancellation.helpers import later, moment
 from tests.helpers import Crew, DiarySampler, Stop, ThreadedStorage, jitter, numbers, outcomes, rows, turns, within
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 
 async def check_cancelled_writes(calls: int, threads: bool) -> None:
     block = 5

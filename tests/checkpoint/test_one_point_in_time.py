@@ -47,7 +47,6 @@ async def test_state_is_that_of_the_call(checkpointer: Checkpointer, monkeypatch
         check_same(await other.train(20), expected)
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("seed", range(4))
 async def test_saves_beside_writers_and_consumers_fit_together(tmp_path: Path, seed: int) -> None:
     checkpointer = Checkpointer(tmp_path, keep=None)

@@ -23,7 +23,6 @@ SOUND: dict[str, Callable[[], Limiter]] = {
 }
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize(
     ("seeds", "steps"),

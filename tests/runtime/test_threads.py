@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from concurrent.futures import Future
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 
 class Result:
     """Something to find again, and to see die."""
