@@ -33,7 +33,7 @@ SOUND: dict[str, Callable[[], Sampler]] = {
     "passes-order": lambda: SamplerWithoutReplacement(shuffle=False),
     "passes-order-drop": lambda: SamplerWithoutReplacement(drop_last=True, shuffle=False),
 }
-SHORT: dict[str, Any] = {"seeds": range(3), "steps": 24}
+SHORT: dict[str, Any] = {"seeds": range(3), "steps": 16}
 FEW: dict[str, Any] = {"seeds": range(3), "steps": 40}
 MANY: dict[str, Any] = {"seeds": range(24), "steps": 120}
 
