@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _KEPT_THREADS = ("AnyIO worker thread", "pytest_timeout")
 
 # An executor that was told to stop without waiting has threads that are done but not yet gone.
-_THREAD_GRACE_SECONDS = 1.0
+_THREAD_GRACE_SECONDS = 10.0
 
 # A task that was cancelled needs one turn of the loop to end, and each task that awaits it one more.
 _TASK_GRACE_TURNS = 5
@@ -154,6 +154,17 @@ def transform_clock(monkeypatch: pytest.MonkeyPatch) -> TransformClock:
 def transforms_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sync transform is ever so quick that it leaves its thread."""
     monkeypatch.setattr("asyncbuf._prefetch.pace.INLINE_SECONDS", -1.0)
+
+
+@pytest.fixture
+def last_fifth_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a snapshot all the time it needs once it has stopped waiting for batches.
+
+    It waits for them during the first four fifths of its timeout, and has to end in the last one. With a timeout that
+    is short, so that the test is, a busy machine may need longer than that.
+    """
+    timeout = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda delay: timeout(None if delay is None else delay + 20.0))
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:

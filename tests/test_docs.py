@@ -112,6 +112,7 @@ def test_examples_of_tests_pass(
     module = loaded(page, name, modules)
     if suites == "short":
         for suite, settings in SHORT:
+            assert suite.__kwdefaults__ is not None
             for setting, value in settings.items():
                 monkeypatch.setitem(suite.__kwdefaults__, setting, value)
     asyncio.run(getattr(module, name)())

@@ -73,9 +73,11 @@ async def check_cancelled_writes(calls: int, threads: bool) -> None:
             found += numbers(batch)
     assert len(found) == len(set(found)) == len(buffer)
     # Besides those that returned: the first block and the last. A thread that was copying when its call was cancelled
-    # has written more.
+    # has written more; whether there was one is for chance to say, and below there is one for sure.
     written = block * (len(returned) + 2)
-    assert len(buffer) > written if threads else len(buffer) == written
+    assert written <= len(buffer) <= block * (asked + 2)
+    if not threads:
+        assert len(buffer) == written
     for start, where in returned.items():
         assert [found[row] for row in where] == list(range(start, start + block))
 

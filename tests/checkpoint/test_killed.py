@@ -41,6 +41,8 @@ async def _save_until_killed(root: Path) -> None:
 async def _check_latest(root: Path, expected: list[Any]) -> None:
     checkpointer = Checkpointer(root)
     steps = checkpointer.steps()
+    if max(steps, default=0) >= len(expected):  # on a busy machine a process may live on after its kill is due
+        expected = await _weights(steps[-1])
     for step in steps:
         run = Run(1)
         restored = await checkpointer.restore(step, **run.objects)

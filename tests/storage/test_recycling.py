@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from asyncbuf import Draw, GatherJobs, PrefetchError, ReplayBuffer, RowRange, TensorStorage
 from asyncbuf._runtime.threads import COPIERS
-from tests.helpers import crossed
+from tests.helpers import SECONDS, crossed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -409,7 +409,7 @@ async def test_large_batches_are_gathered_by_several_threads_into_the_same_memor
 
             def watched(part: Callable[[], object]) -> None:
                 names.add(threading.current_thread().name)
-                barrier.wait(5)
+                barrier.wait(SECONDS)
                 part()
 
             barrier = threading.Barrier(len(copies))
