@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import some
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # "{output}" stands for a folder of the test's own.
@@ -26,9 +24,9 @@ def test_each_example_has_arguments() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS)
 
 
-# .ci/run runs the other one as README.md says.
+@pytest.mark.slow  # most of the time Python starts; .ci/run runs them beside the other tests
 @pytest.mark.timeout(SECONDS + 20)
-@pytest.mark.parametrize("name", some(ARGUMENTS, fast=["exact_resume.py"]))
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_example_runs(name: str, tmp_path: Path) -> None:
     arguments = [argument.format(output=tmp_path / "output") for argument in ARGUMENTS[name].split()]
     # In a folder of its own, so that an example that ignores --output does not write into the checkout.
