@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -85,7 +85,12 @@ async def test_a_batch_has_the_shape_of_its_draw(
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["tensors", "list"])
-async def test_shapes_and_joins_are_resumed_exactly(storage: Callable[[], Storage]) -> None:
+@pytest.mark.parametrize(
+    "at", [[0, 2], pytest.param("every", marks=pytest.mark.slow)], ids=["some-points", "every-point"]
+)
+async def test_shapes_and_joins_are_resumed_exactly(
+    storage: Callable[[], Storage], at: list[int] | Literal["every"]
+) -> None:
     async def make() -> ReplayBuffer:
         buffer = ReplayBuffer(
             storage(), sampler=JoinedSlices(), batch_size=SLICES * TIME, prefetch=2, generator=seeded()
@@ -93,7 +98,7 @@ async def test_shapes_and_joins_are_resumed_exactly(storage: Callable[[], Storag
         await buffer.extend(filled(buffer._storage))
         return buffer
 
-    await assert_exact_resume(make, steps=4, ways=("snapshot", "state_dict", "directory"))
+    await assert_exact_resume(make, steps=4, at=at, ways=("snapshot", "state_dict", "directory"))
 
 
 async def test_joins_are_gathered_at_the_point_of_the_draw() -> None:

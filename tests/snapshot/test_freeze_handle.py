@@ -210,6 +210,7 @@ async def test_cancelled_in_the_step_in_which_it_comes() -> None:
             await goes_on(buffer)
 
 
+@pytest.mark.usefixtures("last_fifth_is_long")
 async def test_a_hanging_transform_holds_it_up_for_four_fifths_of_its_time() -> None:
     jam = Jam()
     async with await filled(transform=jam) as buffer, Crew() as crew:
@@ -230,13 +231,14 @@ async def test_a_hanging_transform_holds_it_up_for_four_fifths_of_its_time() -> 
         await check_stream(target, expected)
 
 
+@pytest.mark.usefixtures("last_fifth_is_long")
 async def test_stateful_transforms_do_not_begin_when_the_time_is_over() -> None:
     stop = Stop()
     transform = CountingTransform(lambda seen: stop())
     async with await filled(transform=transform, prefetch=4) as buffer, Crew() as crew:
         asked = crew.start(buffer.sample())
         await stop.come.reached()
-        freezing = crew.start(buffer.freeze(timeout=0.5))
+        freezing = crew.start(buffer.freeze(timeout=0.1))
         # Four fifths are over; then the one that is at work ends, and there are four behind it.
         await until(lambda: "waits for batch 0" in buffer.why_blocked() and buffer._parts.fetcher._resting)
         stop.go.set()
