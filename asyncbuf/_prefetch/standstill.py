@@ -158,6 +158,9 @@ class Standstill:
         for saved in tickets.queue:
             size = main.batch_size if saved.is_main and main is not None else saved.batch_size
             queues.setdefault(size, []).append(saved.entry(self._device_step))
+        for entries in queues.values():
+            # Of another batch size than before, the queue may be made of two.
+            entries.sort(key=lambda entry: entry.ticket.number)
         for size in dict.fromkeys([*(queue.batch_size for queue in self._queues), *queues]):
             self._queues.of(size).restore(queues.get(size, []))
         if self._life.reason is None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import first_of_each
+from asyncbuf._plain.state import natural
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
@@ -311,6 +312,7 @@ class Table:
             CheckpointCorruptError: they contradict each other.
         """
         self.changed()
+        natural(int(self.writer.write_count), "writer: expected write_count", least=self.size)
         if (highest := self._index.highest()) >= stored:
             raise CheckpointCorruptError(
                 f"writer: expected a size of at most {stored}, the rows in storage, found {highest + 1}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from asyncbuf._plain.state import fields, same
+from asyncbuf._plain.state import Seed, fields, same
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NotYet
@@ -140,14 +140,14 @@ class SamplerWithoutReplacement(Sampler):
         name = type(self).__name__
         gaps: dict[str, Any] = {key: state[key] for key in ("rows", "gone") if isinstance(state, dict) and key in state}
         plain = {key: value for key, value in state.items() if key not in gaps} if gaps else state
-        kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=int)
+        kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=Seed)
         drop_last, shuffle, epoch, position, length, seed = fields(plain, name, **kinds)
         same(drop_last, self._drop_last, f"{name}: drop_last")
         same(shuffle, self._shuffle, f"{name}: shuffle")
         if length >= 2**48:
             raise CheckpointCorruptError(f"{name}: expected the length of a pass, found one beyond every storage")
-        if position > length or seed >= 2**63:
-            raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position} (seed {seed})")
+        if position > length:
+            raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position}")
         found = PassGaps.of(name, length, gaps)
         self._order = Permutation(length, seed) if shuffle and position < length else None
         self._epoch, self._position, self._length, self._seed = epoch, position, length, seed

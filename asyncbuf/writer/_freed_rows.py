@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import are_distinct
+from asyncbuf._plain.state import int64s
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Int64Array, Placement, RowRange
 
@@ -48,13 +49,8 @@ class SavedRows(NamedTuple):
         Raises:
             CheckpointCorruptError: it contradicts itself.
         """
-        for tensor in tensors:
-            if tensor.dtype is not torch.int64 or tensor.ndim != 1:
-                raise CheckpointCorruptError(
-                    f"{name}: expected order, numbers and free rows as int64 [n], found {tensor.dtype} "
-                    f"{list(tensor.shape)}"
-                )
-        order, numbers, free = (tensor.detach().cpu().numpy().copy() for tensor in tensors)
+        expected = f"{name}: expected order, numbers and free rows"
+        order, numbers, free = (int64s(tensor, expected).copy() for tensor in tensors)
         if len(order) != size or len(numbers) != size:
             raise CheckpointCorruptError(
                 f"{name}: expected {size} rows in order and {size} numbers, found {len(order)} and {len(numbers)}"
