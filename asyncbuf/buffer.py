@@ -13,6 +13,7 @@ import torch
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
 from asyncbuf._prefetch.queue import EpochCursor
+from asyncbuf._runtime.arguments import seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
@@ -136,7 +137,9 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
         Raises:
             TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
+            TypeError, ValueError: the timeout is no number from 0 on.
         """
+        timeout = seconds(timeout)
         self._parts.recover()
         if self._life.is_idle:
             return

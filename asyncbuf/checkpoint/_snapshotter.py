@@ -90,8 +90,6 @@ class Snapshotter:
             timeout: seconds; None for as long as it takes.
             hold: seconds after which it goes on by itself; None for never.
         """
-        if hold is not None and not hold > 0:
-            raise ValueError(f"hold: expected a positive number of seconds, found {hold!r}")
         standing = await self.freezer.take(what, timeout)
         return self.freezer.freeze(standing, self._capture, hold)
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute
+from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter
 from asyncbuf._plain.codec import join, split
 from asyncbuf._plain.state import check_plain
-from asyncbuf._runtime.summary import literal
+from asyncbuf._runtime.arguments import absolute
+from asyncbuf._runtime.summary import literal, summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
 from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
@@ -37,6 +38,10 @@ class Snapshot:
     """
 
     def __init__(self, state: dict[str, Any] | None = None, storage: Frozen | None = None) -> None:
+        if state is not None and not isinstance(state, dict):
+            raise TypeError(
+                f"state: expected a dict, found {summary(state)}; Snapshot.from_state_dict takes state dicts"
+            )
         self._state = {} if state is None else state
         self._storage: Frozen = InMemoryRows(None) if storage is None else storage
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.state import Seed, fields, same
+from asyncbuf._runtime.arguments import flag
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NotYet
@@ -30,14 +31,17 @@ class SamplerWithoutReplacement(Sampler):
     Args:
         drop_last: leave out the rows at the end of a pass that do not fill a batch.
         shuffle: a new random order for each pass; otherwise rows come in their order.
+
+    Raises:
+        TypeError: one of them is no bool.
     """
 
     trusted: ClassVar[bool] = True
     counts_draws: ClassVar[bool] = False  # a pass can begin as soon as, and as long as, there are rows for a batch
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
-        self._drop_last = drop_last
-        self._shuffle = shuffle
+        self._drop_last = flag(drop_last, "drop_last")
+        self._shuffle = flag(shuffle, "shuffle")
         self._epoch = 0
         self._position = 0
         self._length = 0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain import tree
+from asyncbuf._runtime.arguments import flag
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
@@ -46,13 +47,13 @@ class TensorStorage(Storage):
             time, but whatever saves, pickles or keeps one tensor then saves, pickles or keeps the whole block.
 
     Raises:
-        TypeError: the capacity is not an int.
+        TypeError: the capacity is not an int, or ``contiguous`` no bool.
         ValueError: the capacity is not positive.
     """
 
     def __init__(self, capacity: int, *, contiguous: bool = True) -> None:
         super().__init__(capacity)
-        self._contiguous = contiguous
+        self._contiguous = flag(contiguous, "contiguous")
         self._expected = 0
         self._rows: RowMemory | None = None
         self._filled = 0

@@ -250,7 +250,7 @@ def mutate(state: State, chance: random.Random) -> str:
     elif kind == "rotate":
         value[:] = value[1:] + value[:1]
     else:
-        choices = {"number": other_numbers, "tensor": other_tensors}
+        choices: dict[str, Callable[[Any], list[Any]]] = {"number": other_numbers, "tensor": other_tensors}
         parent[key] = chance.choice(choices[kind](value) if kind in choices else odd_values())
     shown = repr(parent.get(key) if isinstance(parent, dict) else parent[key : key + 1])[:80]
     return f"{kind} at {'/'.join(map(str, path))}: {shown}"

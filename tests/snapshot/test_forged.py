@@ -167,9 +167,10 @@ async def test_a_snapshot_refuses_what_is_not_plain() -> None:
         snapshot = Snapshot()
         with pytest.raises(CheckpointError, match="expected"):
             snapshot.load_state_dict({**good, "sampler": {"x": value}})
-    for state in (None, 3, [], np.arange(3), torch.arange(3), {}, {"format": good["format"]}):
+    wrong: list[Any] = [None, 3, [], np.arange(3), torch.arange(3), {}, {"format": good["format"]}]
+    for state in wrong:
         with pytest.raises(CheckpointError, match="expected"):
-            Snapshot.from_state_dict(state)  # type: ignore[arg-type]
+            Snapshot.from_state_dict(state)
 
 
 class Ratio(Limiter):
