@@ -202,6 +202,5 @@ class Drawer:
         self._counts.dropped += len(entries)
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
-        self._fetcher.next_in_order()
-        self._fetcher.went_on()
+        self._fetcher.dropped(entries)
         self._gate.submit(self.table_changed)

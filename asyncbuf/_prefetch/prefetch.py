@@ -63,7 +63,7 @@ class Prefetch:
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
         gatherer = self.gatherer = Gatherer(table.storage, gate, threads)
-        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle)
+        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing)
         drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, lifecycle, went_on)
         pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
         device_step = len(chain.steps) - 1 if chain.delivers else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -253,6 +253,7 @@ class Tickets:
         queue: the tickets, in order.
         delivered: number of batches that were handed to consumers.
         dropped: number of tickets that were dropped.
+        unseen: those of the dropped ones that stateful transforms are still to see.
     """
 
     number: int
@@ -261,6 +262,7 @@ class Tickets:
     queue: list[SavedTicket]
     delivered: int = 0
     dropped: int = 0
+    unseen: list[SavedTicket] = field(default_factory=list)
 
     def plain(self, copied: Callable[[], None] | None = None) -> dict[str, Any]:
         """As plain data, in memory of its own.
@@ -273,6 +275,7 @@ class Tickets:
             queue.append(ticket.plain())
             if copied is not None:
                 copied()
+        queue += [{**ticket.plain(), "dropped": True} for ticket in self.unseen]
         return {
             "version": PAYLOAD_VERSION,
             "capacity": self.depth,
@@ -287,7 +290,9 @@ class Tickets:
 
     def cloned(self) -> Self:
         """The same tickets with tensors of their own, which have no history."""
-        return replace(self, queue=[ticket.cloned() for ticket in self.queue])
+        return replace(
+            self, queue=[ticket.cloned() for ticket in self.queue], unseen=[ticket.cloned() for ticket in self.unseen]
+        )
 
     def drawn_from(self, write_count: int) -> Self:
         """The same, as those of a table into which so many items were written.
@@ -295,7 +300,11 @@ class Tickets:
         Raises:
             CheckpointCorruptError: they cannot have been drawn from it.
         """
-        return replace(self, queue=[ticket.drawn_from(write_count) for ticket in self.queue])
+        return replace(
+            self,
+            queue=[ticket.drawn_from(write_count) for ticket in self.queue],
+            unseen=[ticket.drawn_from(write_count) for ticket in self.unseen],
+        )
 
     @classmethod
     def from_plain(
@@ -340,13 +349,19 @@ class Tickets:
         queue = plain.get("queue")
         if not isinstance(queue, list):
             raise CheckpointCorruptError(f"{what}: expected the queue as a list, found {type(queue).__name__}")
+        parts: tuple[list[SavedTicket], list[SavedTicket]] = [], []
+        for entry in queue:
+            is_dropped = isinstance(entry, dict) and entry.get("dropped") is True
+            entry = {key: value for key, value in entry.items() if key != "dropped"} if is_dropped else entry
+            parts[is_dropped].append(SavedTicket.from_plain(entry, version, capacity, are_items=are_items))
         tickets = cls(
             number,
             saved_depth,
             ahead,
-            [SavedTicket.from_plain(entry, version, capacity, are_items=are_items) for entry in queue],
+            parts[False],
             _natural(plain, "delivered") if version > 1 else number - len(queue),
             _natural(plain, "dropped") if version > 1 else 0,
+            parts[True],
         )
         tickets._check(steps, batch_size)
         first = min((ticket.ticket.number for ticket in tickets.queue), default=number)
@@ -364,7 +379,7 @@ class Tickets:
             raise CheckpointCorruptError(
                 f"{what}: expected at most {self.depth} batches and {self.ahead} for waiting consumers, found {main}"
             )
-        numbers = [ticket.ticket.number for ticket in self.queue]
+        numbers = [ticket.ticket.number for ticket in (*self.queue, *self.unseen)]
         if len(set(numbers)) != len(numbers) or max(numbers, default=-1) >= self.number:
             raise CheckpointCorruptError(f"{what}: expected numbers below {self.number}, each once, found {numbers}")
         sizes = {ticket.batch_size for ticket in self.queue if ticket.is_main}
@@ -376,12 +391,16 @@ class Tickets:
             if ticket.ticket.number < last.get(place, -1):
                 raise CheckpointCorruptError(f"{what}: expected numbers in ascending order, found {numbers}")
             last[place] = ticket.ticket.number
+        if len(self.unseen) > self.dropped or any(ticket.step in (None, -1) for ticket in self.unseen):
+            raise CheckpointCorruptError(
+                f"{what}: expected dropped tickets that are gathered and not made, at most {self.dropped}, found others"
+            )
         if self.delivered + self.dropped + len(self.queue) != self.number:
             raise CheckpointCorruptError(
                 f"{what}: expected {self.number} tickets, as many as were drawn; found {self.delivered} delivered, "
                 f"{self.dropped} dropped and {len(self.queue)} in the queue"
             )
-        if any(ticket.step is not None and ticket.step > steps for ticket in self.queue):
+        if any(ticket.step is not None and ticket.step > steps for ticket in (*self.queue, *self.unseen)):
             raise CheckpointMismatchError(f"{what}: expected at most {steps} steps of transforms, found more")
 
 

@@ -112,6 +112,11 @@ class Table:
         gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
         return gone
 
+    def missing(self, draw: Draw) -> int:
+        """How many rows of a draw, those of its joins included, hold no item any more."""
+        rows = [indices.reshape(-1) for indices in (draw.indices, *draw.joins.values())]
+        return int(np.count_nonzero(~self._index.contains(torch.cat(rows).numpy())))
+
     def _call(self, method: Callable[..., T], *args: object) -> T:
         """Call a method of the sampler; of one that is not ours in plain modes and an empty context."""
         return method(*args) if self.sampler.trusted else shielded(method, *args)
