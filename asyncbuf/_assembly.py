@@ -74,7 +74,7 @@ class Assembly:
         # Others can make a batch that a transform waits for, unless all must wait for that transform.
         self.guard.helpers = 0 if chain.ordered else config.workers - 1
         threads = Threads(config.workers)
-        self.admission = Admission(self.table) if config.limiter.holds_writers else None
+        self.admission = Admission(self.table, self.guard) if config.limiter.holds_writers else None
         prefetch = Prefetch(
             self.table,
             chain,

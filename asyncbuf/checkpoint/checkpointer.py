@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncbuf._disk.directory import CheckpointWriter, is_checkpoint, remove, sweep
 from asyncbuf._runtime.arguments import absolute, count, flag, seconds, shown
+from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._components import Captured, capture, is_stateful
@@ -250,9 +251,10 @@ class Checkpointer:
     def _turn(self, what: str) -> AbstractAsyncContextManager[None]:
         """A lock under which buffers are waited for.
 
-        Whoever is within a freeze does not take it: another one might hold it while it waits for that freeze to end.
+        Whoever is within a freeze or a transform does not take it: another one might hold it while it waits for the end
+        of that.
         """
-        return nullcontext() if is_within_any() else self._lock(what)
+        return nullcontext() if is_within_any() or current_job() is not None else self._lock(what)
 
     def _lock(self, what: str) -> asyncio.Lock:
         """A lock of the running loop, so that one object may serve one loop after the other."""
