@@ -106,6 +106,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._arguments, self._generator = config.arguments, config.generator
         parts = self._parts = Assembly(config)
         self._storage, self._table, self._life = config.storage, parts.table, parts.life
+        calls = parts.table.storage_calls
+        self._prepare, self._prepare_one = calls.prepare, calls.prepare_one
         self._gate, self._guard, self._writes = parts.gate, parts.guard, parts.writes
         self._pipeline, self._freezer, self._snapshots = parts.pipeline, parts.freezer, parts.snapshots
 
@@ -197,7 +199,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             BufferFailedError: the background work ended.
         """
         await self._turn()
-        placement = await self._writes.write(self._storage.prepare, items)
+        placement = await self._writes.write(self._prepare, items)
         return torch.from_numpy(placement.rows)
 
     async def add(self, item: Any) -> int | None:
@@ -207,7 +209,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             Its row; None if the writer does not keep it.
         """
         await self._turn()
-        runs = (await self._writes.write(self._storage.prepare_one, item)).runs
+        runs = (await self._writes.write(self._prepare_one, item)).runs
         return runs[0].row if runs else None
 
     async def finish(self) -> None:

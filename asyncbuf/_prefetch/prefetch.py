@@ -62,7 +62,7 @@ class Prefetch:
         went_on: Callable[[], None] | None = None,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
-        gatherer = self.gatherer = Gatherer(table.storage, gate, threads)
+        gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads)
         fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing)
         drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, lifecycle, went_on)
         pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)

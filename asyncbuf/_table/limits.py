@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._plain.state import fields, same
+from asyncbuf._runtime.shield import shielded
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Counters
 
@@ -32,7 +33,9 @@ class Limits:
 
     def may_draw(self, rows: Rows, items: int) -> Answer:
         """Whether a batch of so many items may be drawn."""
-        return self.limiter.may_draw(self._counters(rows), items)
+        if self.limiter.trusted:
+            return self.limiter.may_draw(self._counters(rows), items)
+        return shielded(self.limiter.may_draw, self._counters(rows), items)
 
     def may_write(self, rows: Rows, items: int) -> Answer:
         """Whether so many items may be written.
@@ -40,7 +43,7 @@ class Limits:
         Raises:
             ValueError: they never can.
         """
-        return self.limiter.may_write(self._counters(rows), items)
+        return shielded(self.limiter.may_write, self._counters(rows), items)
 
     def _counters(self, rows: Rows) -> Counters:
         return Counters(rows.size, rows.capacity, rows.write_count, self.admitted, self.drawn, self.drawn_items)

@@ -11,6 +11,7 @@ import torch
 from asyncbuf._plain.codec import decode, encode
 from asyncbuf._plain.state import check_plain, fields, natural, same
 from asyncbuf._prefetch.tickets import Tickets
+from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.summary import summary
 from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -142,7 +143,7 @@ class BufferState:
             _Transforms(chain),
             _Generator(table.generator),
         ]
-        self.fresh = {part.name: part.capture() for part in self.parts if part.name not in _ALWAYS_SAVED}
+        self.fresh = {part.name: shielded(part.capture) for part in self.parts if part.name not in _ALWAYS_SAVED}
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -173,9 +174,9 @@ class BufferState:
                 "capacity": self.table.storage.capacity,
                 "batch_size": self.config.batch_size,
             },
-            **{part.name: part.capture() for part in self.parts},
+            **{part.name: shielded(part.capture) for part in self.parts},
         }
-        frozen = self.table.storage.freeze()
+        frozen = shielded(self.table.storage.freeze)
         return lambda copied: Snapshot({**state, "prefetch": tickets.plain(copied)}, frozen)
 
 
@@ -263,17 +264,17 @@ class RestorePlan:
         Returns:
             The tickets that go with it.
         """
-        before = [(part, part.capture()) for part, _ in self._states]
+        before = [(part, shielded(part.capture)) for part, _ in self._states]
         try:
             for part, state in self._states:
                 with _named(part.name):
-                    part.load(state)
+                    shielded(part.load, state)
             with _named("snapshot"):
-                tickets = self._verified()
-            self._make_rows_live()
+                tickets = shielded(self._verified)
+            shielded(self._make_rows_live)
         except BaseException:
             for part, old in before:
-                part.load(part.read(old))
+                shielded(part.load, part.read(old))
             self._live.table.changed()
             raise
         return tickets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class ListStorage(Storage):
         TypeError: the capacity is not an int.
         ValueError: the capacity is not positive.
     """
+
+    trusted: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class TensorStorage(Storage):
         TypeError: the capacity is not an int, or ``contiguous`` no bool.
         ValueError: the capacity is not positive.
     """
+
+    trusted: ClassVar[bool] = True
 
     def __init__(self, capacity: int, *, contiguous: bool = True) -> None:
         super().__init__(capacity)
