@@ -68,4 +68,4 @@ class Prefetch:
         pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
         device_step = len(chain.steps) - 1 if chain.delivers else None
         self.standstill = Standstill(pipeline, drawer, queues, fetcher, gate, lifecycle, device_step)
-        self.background = Background(lifecycle, gate, queues, fetcher, workers, refuse)
+        self.background = Background(lifecycle, gate, queues, fetcher, drawer, workers, refuse)
