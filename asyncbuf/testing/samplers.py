@@ -12,6 +12,7 @@ from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.storage import TensorStorage
 from asyncbuf.testing._contract import Contract, check_arguments, check_malformed, is_picklable
+from asyncbuf.testing._leases import check_leases
 from asyncbuf.testing._sampler_history import Disturbance, History, Setting
 from asyncbuf.testing.compare import assert_same_batch
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
@@ -101,6 +102,7 @@ async def check_sampler(
     for seed in seeds:
         setting = Setting(make_sampler, items, make_storage, capacity, sizes, steps, seed)
         draws += _check_history(setting, contract)
+    check_leases(Setting(make_sampler, items, make_storage, capacity, [batch_size], steps, 0), contract)
     contract.where = "in all histories together"
     contract.require(draws > 0, "may_draw is true at some time", "a draw", "none")
     await _check_buffers(_Buffers(make_sampler, items, make_storage, capacity, batch_size, seconds), contract)
