@@ -12,6 +12,7 @@ import torch
 from asyncbuf._plain import tree
 from asyncbuf._runtime.arguments import flag
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
+from asyncbuf.rows import ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
 from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
@@ -110,6 +111,9 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
+        if type(runs) is ScatteredRows:
+            self._write_scattered(rows, arrays, runs)
+            return
         for run in runs:
             start, end = run.row, run.row + run.count
             rows.versions.wrote(start, end)
@@ -119,6 +123,13 @@ class TensorStorage(Storage):
                 column[start:end] = array if whole else array[run.item : run.item + run.count]
             if end > self._filled:
                 self._filled = end
+
+    def _write_scattered(self, rows: RowMemory, arrays: Sequence[np.ndarray[Any, Any]], runs: ScatteredRows) -> None:
+        where = runs.rows
+        rows.versions.wrote_rows(where)
+        for column, array in zip(rows.columns, arrays, strict=True):
+            column[where] = array[runs.item : runs.item + len(where)]
+        self._filled = max(self._filled, int(where[-1]) + 1)
 
     def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Leaves of prepared items: arrays ``[items, *item]`` by path, perhaps over the memory that was handed in."""
