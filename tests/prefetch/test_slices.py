@@ -223,11 +223,12 @@ def test_a_loop_that_ends_meanwhile(slow: Any) -> None:
     asyncio.run(go_on())
 
 
-async def test_the_loop_is_free_in_fact() -> None:
+async def test_the_loop_goes_round_while_thousands_are_drawn() -> None:
+    """By the real clock: the slower the machine is, the more steps there are."""
     async with await filled(5000, batch_size=32) as buffer:
         sampling = asyncio.create_task(buffer.sample())
-        seen = set()
+        counts = {0}
         while not sampling.done() or buffer.stats().drawn < 5001:
             await asyncio.sleep(0)
-            seen.add(buffer.stats().drawn)
-        assert len(seen) > 5
+            counts.add(buffer.stats().drawn)
+        assert len(counts) > 10
