@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf.batch import Draw
-    from asyncbuf.batch import Draw
 
 
 class Fetcher:
