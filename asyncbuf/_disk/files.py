@@ -10,14 +10,12 @@ import os
 import shutil
 import stat as modes
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from asyncbuf.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import FileIO
+    from pathlib import Path
     from typing import TypeAlias
 
     Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -26,20 +24,6 @@ if TYPE_CHECKING:
 LACKING = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _PIECE_BYTES = 1024 * 1024
 _BARRED = frozenset({errno.EACCES, errno.EPERM})
-
-
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """The path as it is meant now, whatever the working directory will be.
-
-    Raises:
-        CheckpointError: no file system has such a path, or the working directory is gone.
-    """
-    try:
-        if b"\0" in os.fsencode(path):
-            raise ValueError("a null character in it")
-        return Path(path).absolute()
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path!r}: expected a path, found {error}") from error
 
 
 @contextmanager

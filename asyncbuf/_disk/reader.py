@@ -12,6 +12,7 @@ from asyncbuf._disk.checked_file import CheckedFile
 from asyncbuf._disk.lock import Held, share
 from asyncbuf._disk.manifest import FILE, INDEX, Manifest
 from asyncbuf._disk.pipeline import MOST_BYTES, MOST_JOBS, begin
+from asyncbuf._runtime.arguments import absolute
 from asyncbuf._runtime.spare_memory import SpareMemory
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
@@ -44,7 +45,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = files.absolute(path)
+        self._path = absolute(path)
         body, self._held = _entered(self._path)
         self._data = self._path / body.data
         self._files = _table(body, self._data)

@@ -24,6 +24,7 @@ from asyncbuf._disk.manifest import FILE, INDEX, MANIFEST, MANIFEST_BYTES, NAME,
 from asyncbuf._disk.pipeline import Pipeline
 from asyncbuf._disk.stop import Stop
 from asyncbuf._disk.tensor_files import TensorFile
+from asyncbuf._runtime.arguments import absolute
 from asyncbuf.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
-        self._path = self._root = self._data = files.absolute(path)
-        self.base: Path | None = None if base is None else files.absolute(base)
+        self._path = self._root = self._data = absolute(path)
+        self.base: Path | None = None if base is None else absolute(base)
         self._key = housekeeping.new_key()
         self._stop = Stop()
         self._committed = False

@@ -8,12 +8,16 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from asyncbuf.rows import ScatteredRows
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
-    from asyncbuf.rows import RowRange
+    from asyncbuf.rows import Int64Array, RowRange
     from asyncbuf.storage._layout import Records
 
 
@@ -72,7 +76,7 @@ class ChunkVersions:
         self.noted = (0, 0)
 
     def wrote(self, start: int, stop: int) -> None:
-        """Rows ``start`` to ``stop - 1`` are being written."""
+        """Rows ``start`` to ``stop - 1`` are being written: at least one."""
         first, last = start // self.rows, (stop - 1) // self.rows
         for number in range(first, last + 1):
             self._written[number] = self._freezes + 1
@@ -89,6 +93,11 @@ class ChunkVersions:
             return  # others than ``freeze`` makes
         known = enumerate(zip(sizes, identities, strict=True))
         self._loaded = {number: identity for number, (_, identity) in known if identity is not None}
+
+    def wrote_rows(self, rows: Int64Array) -> None:
+        """Some rows are being written."""
+        for number in np.unique(rows // self.rows).tolist():
+            self.wrote(number * self.rows, number * self.rows + 1)
 
     def freeze(self, count: int) -> list[str]:
         """The identities of the chunks of so many rows, as they are now."""
@@ -194,12 +203,18 @@ class CopyOnWrite:
 
     def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
+        if type(runs) is ScatteredRows:
+            self._keep(np.unique(runs.rows[runs.rows < self._rows] // self._step).tolist())
+            return
         for run in runs:
             last = min(run.row + run.count, self._rows)
-            for segment in range(run.row // self._step, -(-last // self._step)):
-                with self._lock:
-                    if segment not in self._kept:
-                        self._kept[segment] = self._copied(segment)
+            self._keep(range(run.row // self._step, -(-last // self._step)))
+
+    def _keep(self, segments: Iterable[int]) -> None:
+        for segment in segments:
+            with self._lock:
+                if segment not in self._kept:
+                    self._kept[segment] = self._copied(segment)
 
     def count(self, start: int, stop: int) -> int:
         """How many rows of a range there are."""
