@@ -47,11 +47,11 @@ class _Encoder:
         kind = type(value)
         if kind in _ATOMS:
             return {"$int": hex(value)} if kind is int and value.bit_length() > _INT_BITS else value
-        if isinstance(value, torch.Tensor):
+        if is_bare_tensor(value):
             return self._tensor(value, path)
-        if kind is np.ndarray or kind is np.memmap:
+        if is_bare_array(value):
             return {
-                "$ndarray": self._array(value, path),
+                "$ndarray": self._array(np.asarray(value), path),
                 "dtype": value.dtype.str,
                 "shape": list(value.shape),
             }
@@ -112,6 +112,20 @@ class _Encoder:
             raise CheckpointError(f"{path or 'the value'}: expected a plain numpy dtype, found {value.dtype}")
         flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return torch.from_numpy(flat.copy())
+
+
+def is_bare_tensor(value: Any) -> bool:
+    """Whether a value is saved as a tensor: one, also of a derived class, unless that has a codec."""
+    kind = type(value)
+    return kind is torch.Tensor or (isinstance(value, torch.Tensor) and registry.codec_of(kind) is None)
+
+
+def is_bare_array(value: Any) -> bool:
+    """Whether a value is saved as an array: one, also of a derived class, unless that has a codec or a mask."""
+    if type(value) is np.ndarray:
+        return True
+    is_plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    return is_plain and registry.codec_of(type(value)) is None
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
