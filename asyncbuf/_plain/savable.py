@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
 from torch.nn.parameter import is_lazy
 
 from asyncbuf._plain import registry

@@ -84,6 +84,21 @@ class ChunkVersions:
             for number, start in enumerate(starts)
         ]
 
+    def freeze_spans(self) -> Callable[[int, int], str]:
+        """What says the identity of rows ``start`` to ``stop - 1``, as they are now. Called in any thread, later.
+
+        For chunks that are not all of the same number of rows: ``rows`` is only how finely writes are noted.
+        """
+        self._freezes += 1
+        self.noted = (0, 0)
+        token, written, rows = f"{self._token}-{os.getpid():x}", self._written.copy(), self.rows
+
+        def identity(start: int, stop: int) -> str:
+            latest = max(written.get(number, 0) for number in range(start // rows, -(-stop // rows)))
+            return f"{token}-{start}-{stop}-{latest}"
+
+        return identity
+
     def __reduce__(self) -> tuple[type[ChunkVersions], tuple[int]]:
         """A copy knows nothing yet."""
         return ChunkVersions, (self.rows,)
