@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _LEVELS = 3 * DEPTH
 _MOST_AXES = 64
 _FEW = PIECE // 16
+# As torch.unbind and torch.split, but each part has memory of its own. Their type stubs say that they return nothing.
+_unbind_copy: Callable[[torch.Tensor], Sequence[torch.Tensor]] = vars(torch)["unbind_copy"]
+_split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = vars(torch)["split_with_sizes_copy"]
 
 
 def from_columns(tensors: Mapping[str, torch.Tensor], what: str) -> list[Any]:
@@ -97,7 +100,8 @@ class _Reader:
             raise CheckpointCorruptError(f"expected at most {_LEVELS} levels of columns, found more")
         self._level += 1
         try:
-            return read(self, node, count)
+            values: list[Any] = read(self, node, count)
+            return values
         finally:
             self._level -= 1
 
@@ -188,7 +192,7 @@ class _Reader:
     def texts(self, node: dict[str, Any], count: int) -> list[Any]:
         """Strings."""
         lengths, total = self._sizes(node["lengths"], count)
-        content = memoryview(self._bytes(node["str"], total))
+        content = _view(self._bytes(node["str"], total))
         found: list[Any] = []
         for spans in self._spans(lengths):
             first, last = spans[0][0], spans[-1][1]
@@ -205,7 +209,7 @@ class _Reader:
         tag = next(iter(node))
         make: Callable[[memoryview], Any] = bytes if tag == "bytes" else bytearray
         lengths, total = self._sizes(node["lengths"], count)
-        content = memoryview(self._bytes(node[tag], total))
+        content = _view(self._bytes(node[tag], total))
         return [make(content[start:end]) for spans in self._spans(lengths) for start, end in spans]
 
     def scalars(self, node: dict[str, Any], count: int) -> list[Any]:
@@ -214,7 +218,11 @@ class _Reader:
         if not dtype.itemsize:
             raise CheckpointCorruptError(f"expected the dtype of scalars, found {dtype}")
         array = self._bytes(node["scalar"], count * dtype.itemsize).view(dtype)
-        return [scalar for piece in self._give_way.pieces(array) for scalar in piece]
+        found: list[Any] = []
+        for start in range(0, count, PIECE):
+            found.extend(iter(array[start : start + PIECE]))  # scalars
+            self._give_way()
+        return found
 
     # -- tensors and arrays -------------------------------------------------------------------------------------------
 
@@ -237,7 +245,7 @@ class _Reader:
         found: list[torch.Tensor] = []
         for start in range(0, count, _FEW):
             # A row of the whole would keep all of it in memory.
-            found += torch.unbind_copy(tensor[start : start + _FEW])  # type: ignore[attr-defined]
+            found += _unbind_copy(tensor[start : start + _FEW])
             self._give_way()
         return found
 
@@ -249,7 +257,7 @@ class _Reader:
         found: list[torch.Tensor] = []
         for spans in self._spans(lengths):
             part = tensor[spans[0][0] : spans[-1][1]]
-            found += torch.split_with_sizes_copy(part, [end - start for start, end in spans])  # type: ignore[attr-defined]
+            found += _split_copy(part, [end - start for start, end in spans])
         return [each.reshape(shape) for each, shape in zip(found, shapes, strict=True)]
 
     def arrays(self, node: dict[str, Any], count: int) -> list[Any]:
@@ -266,14 +274,8 @@ class _Reader:
         if not nbytes:
             return [np.empty(shape, dtype) for _ in range(count)]
         whole = content.view(dtype).reshape(count, *shape)
-        return [row[...].copy() if shape else row for piece in self._few(whole, bool(shape)) for row in piece]
-
-    def _few(self, whole: np.ndarray[Any, Any], has_axes: bool) -> Iterator[Any]:
-        for start in range(0, len(whole), _FEW):
-            part = whole[start : start + _FEW]
-            # What iteration gives of an array of one axis are scalars.
-            yield part if has_axes else [part[i, ...].copy() for i in range(len(part))]
-            self._give_way()
+        # With the dots, what has no axes is still an array.
+        return self._give_way.mapped(lambda place: whole[place, ...].copy(), range(count))
 
     def _arrays_of_any_shape(self, dtype: np.dtype[Any], node: dict[str, Any], count: int) -> list[Any]:
         self._marks(node, count, are_needed=False)
@@ -391,6 +393,10 @@ def _dtype(name: Any) -> np.dtype[Any]:
     if type(name) is not str or not is_plain_name(name):
         raise CheckpointCorruptError(f"expected a plain numpy dtype, found {_shown(name)}")
     return np.dtype(name)
+
+
+def _view(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.data
 
 
 def _decoded(content: memoryview) -> str:

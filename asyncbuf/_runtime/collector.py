@@ -47,11 +47,15 @@ def _leave(keeps_objects: bool) -> None:
     global _blocks
     with _lock:
         if keeps_objects and _was_enabled:
-            has_frozen = gc.get_freeze_count() > 0
-            # Moves lists of objects and looks at none of them.
-            gc.freeze()
-            if not has_frozen:  # what somebody froze stays so
-                gc.unfreeze()
+            count_as_old()
         _blocks -= 1
         if _blocks == 0 and _was_enabled:
             gc.enable()
+
+
+def count_as_old() -> None:
+    """Let all objects that are there count as old, without a look at any: what is new is looked at most often."""
+    has_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    if not has_frozen:  # what somebody froze stays so
+        gc.unfreeze()

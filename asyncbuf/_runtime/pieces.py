@@ -1,4 +1,4 @@
-"""Long work in a thread, in pieces: no call keeps the interpreter's lock for long, and the lock is given away between."""
+"""Long work in a thread, in pieces: none keeps the interpreter's lock for long, and the lock is given away between."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from asyncbuf._plain.codec import decode, join
 from asyncbuf._plain.columns import DOCUMENT
 from asyncbuf._plain.columns_back import from_columns
 from asyncbuf._plain.savable import MisfitError, check_savable
-from asyncbuf._runtime.collector import collections_paused
+from asyncbuf._runtime.collector import collections_paused, count_as_old
 from asyncbuf._runtime.own_memory import packed_memory
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage._columns import of_items
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from asyncbuf.rows import RowRange
     from asyncbuf.storage._frozen import Frozen
 
+_MANY = 100_000
 _STRUCTURE = "structure"  # of chunks before version 3 of a snapshot
 
 
@@ -56,6 +58,7 @@ class ListStorage(Storage):
         self._stacks = False
         self._versions = new_versions()
         self._frozen: list[weakref.ref[FrozenItems]] = []
+        self._is_old = False
 
     def prepare(self, items: Any) -> Prepared:
         """Check that the items are a sequence of items (list, tuple, tensor or array) with at least one in it."""
@@ -152,6 +155,9 @@ class ListStorage(Storage):
 
         An item must not be changed once it was handed in.
         """
+        if not self._is_old and len(self._items) >= _MANY and gc.isenabled():
+            count_as_old()  # a collection that looks at each element of a new list takes tens of milliseconds
+            self._is_old = True
         frozen = FrozenItems(self._items, self._versions.freeze_spans())
         self._frozen.append(weakref.ref(frozen, self._frozen.remove))
         return frozen
@@ -174,6 +180,7 @@ class ListStorage(Storage):
     def _replace(self, items: list[Any]) -> None:
         self._items = items  # what was frozen keeps the list before
         self._frozen = []
+        self._is_old = False
         self._versions.renew()
 
     def rows_in(self, meta: Any) -> int | None:
@@ -182,12 +189,12 @@ class ListStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the items in about their own bytes, without the history of their tensors."""
-        return {**vars(self), "_items": packed_memory(self._items), "_frozen": []}
+        return {**vars(self), "_items": packed_memory(self._items), "_frozen": [], "_is_old": False}
 
     def __copy__(self) -> ListStorage:
         """Another storage of the same items."""
         copy = object.__new__(type(self))
-        vars(copy).update(vars(self), _items=list(self._items), _versions=new_versions(), _frozen=[])
+        vars(copy).update(vars(self), _items=list(self._items), _versions=new_versions(), _frozen=[], _is_old=False)
         return copy
 
     def clear(self) -> None:
