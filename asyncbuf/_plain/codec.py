@@ -19,27 +19,31 @@ from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncbuf._plain.copies import LateCopies
+
 # JSON has larger ints in a form that Python refuses to read.
 _INT_BITS = 8192
 _ATOMS = (type(None), bool, int, float, str)
 
 
-def encode(value: Any, path: str = "") -> Any:
+def encode(value: Any, path: str = "", late: LateCopies | None = None) -> Any:
     """Make a value plain. Tensors are cloned without their history, keeping ``requires_grad``; shared ones stay shared.
 
     Args:
         value: tensors, numpy arrays and scalars, None, bool, int, float, complex, str, bytes, lists, tuples, dicts,
             TensorDicts, and registered types, nested in any way without cycles.
         path: where the value stands, for messages.
+        late: what copies large tensors and arrays later. Until it has, their contents mean nothing.
 
     Raises:
         CheckpointError: something else is in it; the message says where.
     """
-    return _Encoder().encode(value, path)
+    return _Encoder(late).encode(value, path)
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, late: LateCopies | None) -> None:
+        self._late = late
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._open: set[int] = set()
 
@@ -104,14 +108,24 @@ class _Encoder:
         known = self._tensors.get(id(value))
         if known is None:
             # The original is kept beside the clone, so that its id is not taken by another object meanwhile.
-            known = self._tensors[id(value)] = (value, cloned(value))
+            known = self._tensors[id(value)] = (value, self._copied(value, path))
         return known[1]
+
+    def _copied(self, value: torch.Tensor, path: str) -> torch.Tensor:
+        try:
+            late = None if self._late is None else self._late.tensor(value)
+            if late is None:
+                return cloned(value)
+            return late.requires_grad_() if value.requires_grad else late
+        except (RuntimeError, NotImplementedError) as error:  # a class of the user, or a device
+            raise CheckpointError(f"{path or 'the value'}: expected a tensor that can be copied: {error}") from error
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> torch.Tensor:
         if not is_plain_dtype(value.dtype):
             raise CheckpointError(f"{path or 'the value'}: expected a plain numpy dtype, found {value.dtype}")
-        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return torch.from_numpy(flat.copy())
+        late = None if self._late is None else self._late.array(value)
+        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy() if late is None else late
+        return torch.from_numpy(flat)
 
 
 def is_bare_tensor(value: Any) -> bool:
