@@ -39,10 +39,11 @@ class LateCopies:
         # Not torch.empty, which fills the memory where algorithms must be deterministic.
         memory = np.empty(source.numel() * source.element_size(), np.uint8)
         copy = torch.from_numpy(memory).view(source.dtype).view(source.shape)
-        source = source.detach()
+        source = source.detach().as_subclass(torch.Tensor)
         if not source.is_inference():  # nobody can tell whether such a one changed
             self._versions.append((source, source._version))
-        self._jobs.append(functools.partial(copy.copy_, source))
+        # Filled by another name: by its own, it may require a gradient by then.
+        self._jobs.append(functools.partial(copy.detach().copy_, source))
         return copy
 
     def array(self, source: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
