@@ -99,6 +99,7 @@ async def test_a_class_of_buffers_is_no_buffer(buffer: type[Any], tmp_path: Path
         await checkpointer.restore(n=buffer)
 
 
+@pytest.mark.loops_in_turn
 async def test_the_resume_battery_takes_whatever_is_resumable() -> None:
     await assert_exact_resume(far, steps=5, feed=feed, ways=["snapshot", "state_dict", "directory"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from asyncbuf._prefetch.queue import Entry
@@ -10,6 +12,7 @@ from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 from asyncbuf.batch import Batch, Draw, Ticket, batch_of
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.fetch import Fetcher
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
+
+# So many tickets are drawn in a row before anybody looks at the clock; then, for so many seconds in one step.
+_BURST = 8
+_SLICE_SECONDS = 0.003
 
 
 class Drawer:
@@ -54,6 +61,7 @@ class Drawer:
         self._life = lifecycle
         self._counts = queues.counts
         self._went_on = went_on
+        self._slices = _Slices(self.fill, gate, lifecycle)
         self.finished = False
 
     def finish(self) -> None:
@@ -93,10 +101,18 @@ class Drawer:
             self._went_on()
 
     def fill(self, queue: TicketQueue) -> None:
+        """Draw what the calls call for: all of it in this turn of the history, and much of it in several slices."""
+        if self._slices.waiting:
+            self._slices.waiting.append(queue)
+            return
         queue.error = None
+        drawn = 0
         try:
             while queue.wants_more and self._life.reason is None and self._may_draw(queue):
+                if drawn >= _BURST and self._slices.cuts(queue, drawn):
+                    break
                 self._line_up(queue, self._table.draw(queue.batch_size))
+                drawn += 1
         except BaseException as error:
             queue.error = detached(as_failure(error))
             if not isinstance(error, FAILURES):
@@ -104,6 +120,14 @@ class Drawer:
         finally:
             if queue.waiters:
                 queue.notify()
+
+    def catch_up(self) -> None:
+        """Draw now what is left of the turn, because the buffer is being closed."""
+        self._slices.hurry()
+
+    def abandon(self) -> None:
+        """The event loop was closed in the middle of everything."""
+        self._slices.forget()
 
     def _may_draw(self, queue: TicketQueue) -> bool:
         """Whether the ticket that is wanted may be drawn now. Consumers whose pass has no more are parked."""
@@ -202,6 +226,74 @@ class Drawer:
         self._counts.dropped += len(entries)
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
-        self._fetcher.next_in_order()
-        self._fetcher.went_on()
+        self._fetcher.dropped(entries)
         self._gate.submit(self.table_changed)
+
+
+class _Slices:
+    """Many draws of one turn of the history, in several steps of the event loop. The turn does not end meanwhile.
+
+    Args:
+        fill: draws for a queue.
+        gate: the history.
+        lifecycle: that of the buffer.
+
+    Attributes:
+        waiting: the queues for which there is more to draw in this turn, in order.
+    """
+
+    def __init__(self, fill: Callable[[TicketQueue], None], gate: HistoryGate, lifecycle: Lifecycle) -> None:
+        self._fill = fill
+        self._gate = gate
+        self._life = lifecycle
+        self._start = 0.0
+        self._hurries = False
+        self._next: asyncio.Handle | None = None
+        self.waiting: deque[TicketQueue] = deque()
+
+    def cuts(self, queue: TicketQueue, drawn: int) -> bool:
+        """Whether the rest of a queue is for a later step, which then comes by itself.
+
+        Args:
+            queue: the queue.
+            drawn: how many tickets this step has drawn for it.
+        """
+        now = time.perf_counter()
+        if drawn == _BURST:
+            self._start = now
+        if now - self._start < _SLICE_SECONDS or self._hurries or self._life.loop is None:
+            return False
+        self.waiting.append(queue)
+        if self._next is None:
+            self._gate.occupy()
+            self._next = self._life.loop.call_soon(self._go_on)
+        return True
+
+    def _go_on(self) -> None:
+        waiting, self.waiting = self.waiting, deque()
+        try:
+            while waiting and not self.waiting:
+                self._fill(waiting.popleft())
+        finally:
+            self.waiting += waiting
+            self._next = None
+            if self.waiting and self._life.loop is not None:
+                self._next = self._life.loop.call_soon(self._go_on)
+            else:
+                self._gate.vacate()
+
+    def hurry(self) -> None:
+        """Draw the rest in this step."""
+        if self._next is None:
+            return
+        self._next.cancel()
+        self._hurries = True
+        try:
+            self._go_on()
+        finally:
+            self._hurries = False
+
+    def forget(self) -> None:
+        """Leave the rest; the history has been reset."""
+        self._next = None
+        self.waiting.clear()

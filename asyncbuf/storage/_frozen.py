@@ -8,12 +8,16 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from asyncbuf.rows import ScatteredRows
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
-    from asyncbuf.rows import RowRange
+    from asyncbuf.rows import Int64Array, RowRange
     from asyncbuf.storage._layout import Records
 
 
@@ -66,11 +70,16 @@ class ChunkVersions:
         self.noted = (0, 0)
 
     def wrote(self, start: int, stop: int) -> None:
-        """Rows ``start`` to ``stop - 1`` are being written."""
+        """Rows ``start`` to ``stop - 1`` are being written: at least one."""
         first, last = start // self.rows, (stop - 1) // self.rows
         for number in range(first, last + 1):
             self._written[number] = self._freezes + 1
         self.noted = (last * self.rows, (last + 1) * self.rows)
+
+    def wrote_rows(self, rows: Int64Array) -> None:
+        """Some rows are being written."""
+        for number in np.unique(rows // self.rows).tolist():
+            self.wrote(number * self.rows, number * self.rows + 1)
 
     def freeze(self, count: int) -> list[str]:
         """The identities of the chunks of so many rows, as they are now."""
@@ -162,12 +171,18 @@ class CopyOnWrite:
 
     def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
+        if type(runs) is ScatteredRows:
+            self._keep(np.unique(runs.rows[runs.rows < self._rows] // self._step).tolist())
+            return
         for run in runs:
             last = min(run.row + run.count, self._rows)
-            for segment in range(run.row // self._step, -(-last // self._step)):
-                with self._lock:
-                    if segment not in self._kept:
-                        self._kept[segment] = self._copied(segment)
+            self._keep(range(run.row // self._step, -(-last // self._step)))
+
+    def _keep(self, segments: Iterable[int]) -> None:
+        for segment in segments:
+            with self._lock:
+                if segment not in self._kept:
+                    self._kept[segment] = self._copied(segment)
 
     def segments(self, start: int, stop: int) -> Iterator[list[Records]]:
         """The kept rows of a range, segment by segment: records ``[rows]``, one per block, that nobody writes to.

@@ -102,10 +102,10 @@ from pathlib import Path
 from asyncbuf._disk.directory import sweep
 from tests.disk.helpers import load, save
 
-path = Path(sys.argv[1])
+path, times = Path(sys.argv[1]), int(sys.argv[2])
 
 def work(number):
-    for _ in range(100):
+    for _ in range(times):
         save(path, number)
         sweep(path.parent)
         load(path)
@@ -130,11 +130,11 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.timeout(170)  # a process that imports torch
-def test_processes_that_save_and_load_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_processes_that_save_and_load_at_once(tmp_path: Path, times: int) -> None:
     path = tmp_path / "run"
-    process = subprocess.run(
-        [sys.executable, "-c", AT_ONCE, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
-    )
+    command = [sys.executable, "-c", AT_ONCE, str(path), str(times)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert process.stdout.split() == ["0", "0", "0"], process.stderr
     assert load(path) in range(3)
     save(path, 7)

@@ -30,6 +30,7 @@ SHOWN = {
 }
 
 pytestmark = [
+    pytest.mark.slow,  # .ci/run runs them beside the other tests
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("pyright") is None and not os.environ.get("CI"), reason="pyright is not installed"
