@@ -54,8 +54,11 @@ def _leave(keeps_objects: bool) -> None:
 
 
 def count_as_old() -> None:
-    """Let all objects that are there count as old, without a look at any: what is new is looked at most often."""
-    has_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
-    if not has_frozen:  # what somebody froze stays so
+    """Let all objects that are there count as old, without a look at any: what is new is looked at most often.
+
+    Does nothing where somebody froze objects: they would not stay so.
+    """
+    if gc.get_freeze_count() == 0:
+        # Each moves whole lists of objects.
+        gc.freeze()
         gc.unfreeze()
