@@ -109,6 +109,8 @@ async def test_values_of_every_kind_and_parts_of_a_run(page: Any, tmp_path: Path
         "array": np.arange(6, dtype=np.float16).reshape(2, 3),
         "scalar": np.int32(-7),
         "tensor": torch.tensor([1 + 1j, 2]),
+        "many": [*range(1000), None, 2.5, "é", 2**80],
+        "pairs": [(0.5,) * 600, [b"x"] * 600],
     }
     await Checkpointer(tmp_path).save(100, buffer=buffer, model=model, values=values)
     checkpoint = page.Checkpoint(tmp_path / "step-000100")

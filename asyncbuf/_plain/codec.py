@@ -13,7 +13,13 @@ import numpy as np
 import torch
 
 from asyncbuf._plain import registry
+from asyncbuf._plain.columns import to_columns
+from asyncbuf._plain.columns_back import from_columns
+from asyncbuf._plain.dtypes import DTYPES as DTYPES
+from asyncbuf._plain.dtypes import dtype_name as dtype_name
+from asyncbuf._plain.dtypes import dtype_named as dtype_named
 from asyncbuf._plain.savable import DEPTH, is_plain_dtype, is_plain_name, tensor_problem
+from asyncbuf._runtime.atoms import holds_atoms
 from asyncbuf._runtime.summary import literal
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
 # JSON has larger ints in a form that Python refuses to read.
 _INT_BITS = 8192
 _ATOMS = (type(None), bool, int, float, str)
+# A list of so many numbers and texts is written as a column.
+_MANY = 512
 
 
 def encode(value: Any, path: str = "", late: LateCopies | None = None) -> Any:
@@ -40,6 +48,27 @@ def encode(value: Any, path: str = "", late: LateCopies | None = None) -> Any:
         CheckpointError: something else is in it; the message says where.
     """
     return _Encoder(late).encode(value, path)
+
+
+def check(value: Any, name: str) -> None:
+    """Raise the error of a value that cannot be encoded.
+
+    Args:
+        value: the value.
+        name: what it is called, for messages.
+
+    Raises:
+        CheckpointError: it cannot; the message says where in it that is so. What a codec raises gets a note.
+    """
+    try:
+        encode(value, name)
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{name}: expected at most {DEPTH} levels, found more") from None
+    except Exception as error:
+        error.add_note(f"raised while {name} was made plain")
+        raise
 
 
 class _Encoder:
@@ -82,6 +111,11 @@ class _Encoder:
             self._open.discard(id(value))
 
     def _container(self, value: Any, kind: type, path: str) -> Any:
+        if (kind is list or kind is tuple) and len(value) >= _MANY and holds_atoms(value):
+            return {"$columns": to_columns([value], lambda _: self._elements(value, kind, path))}
+        return self._elements(value, kind, path)
+
+    def _elements(self, value: Any, kind: type, path: str) -> Any:
         if kind is list:
             return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
         if kind is tuple:
@@ -218,6 +252,12 @@ def _list_of(value: Any) -> list[Any]:
     return value
 
 
+def _only(values: list[Any]) -> Any:
+    if len(values) != 1:
+        raise CheckpointCorruptError(f"expected a column of one value, found {len(values)}")
+    return values[0]
+
+
 # What stands beside the tag.
 _MORE_KEYS = {"$ndarray": ("dtype", "shape"), "$scalar": ("dtype",), "$type": ("value",)}
 _DECODERS: dict[str, Callable[[Any, str], Any]] = {
@@ -229,33 +269,12 @@ _DECODERS: dict[str, Callable[[Any, str], Any]] = {
     "$scalar": lambda plain, path: _array_of(plain["$scalar"], plain["dtype"], [])[()],
     "$bytes": lambda plain, path: _bytes_of(plain["$bytes"]),
     "$bytearray": lambda plain, path: bytearray(_bytes_of(plain["$bytearray"])),
+    "$columns": lambda plain, path: _only(from_columns(plain["$columns"], path)),
     "$int": lambda plain, path: int(plain["$int"], 16),
     "$complex": lambda plain, path: complex(*_list_of(plain["$complex"])),
     "$dtype": lambda plain, path: dtype_named(plain["$dtype"]),
     "$device": lambda plain, path: torch.device(plain["$device"]),
     "$type": _typed,
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: Any) -> torch.dtype:
-    """The way back.
-
-    Raises:
-        CheckpointCorruptError: there is no such dtype.
-    """
-    dtype = DTYPES.get(name)
-    if dtype is None:
-        raise CheckpointCorruptError(f"expected a torch dtype, found {name!r}")
-    return dtype
-
-
-DTYPES: dict[str, torch.dtype] = {
-    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 
 

@@ -14,6 +14,8 @@ from asyncbuf.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
+VERSION = 1
+DOCUMENT = "columns"
 _SMALL = 256
 _FAR = 1 << 18
 _INT64 = np.dtype(np.int64)

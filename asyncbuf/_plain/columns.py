@@ -41,25 +41,22 @@ import numpy as np
 import torch
 
 from asyncbuf._plain import registry
-from asyncbuf._plain.codec import encode
-from asyncbuf._plain.column_leaves import LeafWriter
+from asyncbuf._plain.column_leaves import DOCUMENT, VERSION, LeafWriter
 from asyncbuf._plain.savable import DEPTH
 from asyncbuf._runtime.pieces import PIECE
 from asyncbuf.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-VERSION = 1
-DOCUMENT = "columns"
+    from collections.abc import Callable, Hashable
 
 
-def to_columns(values: list[Any], names: Callable[[int], str]) -> dict[str, torch.Tensor]:
+def to_columns(values: list[Any], check: Callable[[int], object]) -> dict[str, torch.Tensor]:
     """Write values as columns. May be called in a thread, which gives the interpreter's lock away now and then.
 
     Args:
         values: anything that ``codec.encode`` takes. They must not change meanwhile.
-        names: says of a position what that value is called, for messages.
+        check: raises what says where in the value at a position something is that cannot be saved, if there is such a
+            thing. Called when there is in one of them.
 
     Returns:
         Named tensors, in memory of their own: the document as uint8 ``[bytes]``, and those that it names. A tensor that
@@ -72,24 +69,11 @@ def to_columns(values: list[Any], names: Callable[[int], str]) -> dict[str, torc
     try:
         column = writer.column(values, 0)
     except Exception as error:
-        _blame(values, names)
-        raise CheckpointError(f"{names(0)} and following: expected values that can be saved: {error}") from error
+        for position in range(len(values)):
+            check(position)
+        raise CheckpointError(f"expected values that can be saved: {error}") from error
     document = json.dumps({"version": VERSION, "items": len(values), "column": column}).encode()
     return {DOCUMENT: torch.frombuffer(bytearray(document), dtype=torch.uint8), **writer.tensors}
-
-
-def _blame(values: Sequence[Any], names: Callable[[int], str]) -> None:
-    """Raise the error of the first value that cannot be saved, which says where in it that is so."""
-    for position, value in enumerate(values):
-        try:
-            encode(value, names(position))
-        except CheckpointError:
-            raise
-        except RecursionError:
-            raise CheckpointError(f"{names(position)}: expected at most {DEPTH} levels, found more") from None
-        except Exception as error:  # of a codec
-            error.add_note(f"raised while {names(position)} was made plain")
-            raise
 
 
 class _Kind(NamedTuple):
@@ -225,13 +209,36 @@ class _Writer(LeafWriter):
             again.update(*(ids & level.ids for level in self._above))
         for value in values if again else ():
             if id(value) in again:
-                again.discard(id(value))
-                encode(value)  # which notices; what is only there at several levels is taken
+                again.discard(id(value))  # it may only be there at several levels
+                _check_cycle(value, set(), set())
 
     def torch_names(self, values: list[Any], depth: int) -> Any:
         """Dtypes, or devices."""
         names = [str(value).removeprefix("torch.") for value in values]
         return {type(values[0]).__name__: self.texts(names, depth)}
+
+
+def _check_cycle(value: Any, above: set[int], sound: set[int], *, is_made: bool = False) -> None:
+    """Look for a container that contains itself.
+
+    Args:
+        value: where to look.
+        above: the containers that it is in.
+        sound: those that were looked into.
+        is_made: whether a codec has just made it, so that its id will be that of something else.
+    """
+    codec = None if type(value) in _KINDS else registry.codec_of(type(value))
+    if (codec is None and type(value) not in (list, tuple, dict)) or id(value) in sound:
+        return
+    if id(value) in above or len(above) > DEPTH:
+        raise CheckpointError("expected a tree, found a container that contains itself")
+    above.add(id(value))
+    inner = value if codec is None else [codec.encode(value)]
+    for part in [*inner, *inner.values()] if type(inner) is dict else inner:
+        _check_cycle(part, above, sound, is_made=is_made or codec is not None)
+    above.discard(id(value))
+    if not is_made:
+        sound.add(id(value))
 
 
 def _is_odd_key(key: Any) -> bool:

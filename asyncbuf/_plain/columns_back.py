@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from asyncbuf._plain import registry
-from asyncbuf._plain.codec import dtype_named
-from asyncbuf._plain.columns import DOCUMENT, VERSION
+from asyncbuf._plain.column_leaves import DOCUMENT, VERSION
+from asyncbuf._plain.dtypes import dtype_named
 from asyncbuf._plain.savable import DEPTH, is_plain_name
 from asyncbuf._runtime.pieces import PIECE, GiveWay
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError

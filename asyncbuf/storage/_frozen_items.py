@@ -6,6 +6,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._plain.codec import check
 from asyncbuf._plain.columns import to_columns
 from asyncbuf._runtime.collector import collections_paused
 from asyncbuf.storage._frozen import Chunk, ChunkVersions
@@ -67,8 +68,9 @@ class FrozenItems:
                 yield Chunk(self._identity(start, stop), functools.partial(self._tensors, start, stop))
 
     def _tensors(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        items = self._between(start, stop)
         with collections_paused():
-            return to_columns(self._between(start, stop), lambda position: f"item {start + position}")
+            return to_columns(items, lambda position: check(items[position], f"item {start + position}"))
 
     def _between(self, start: int, stop: int) -> list[Any]:
         first = start // _SEGMENT_ITEMS

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.codec import decode, join
-from asyncbuf._plain.columns import DOCUMENT
+from asyncbuf._plain.column_leaves import DOCUMENT
 from asyncbuf._plain.columns_back import from_columns
 from asyncbuf._plain.savable import MisfitError, check_savable
 from asyncbuf._plain.state import natural

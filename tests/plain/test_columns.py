@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbuf import CheckpointError, register_codec
-from asyncbuf._plain.columns import DOCUMENT, to_columns
+from asyncbuf._plain.codec import check as check_savable
+from asyncbuf._plain.column_leaves import DOCUMENT
+from asyncbuf._plain.columns import to_columns
 from asyncbuf._plain.columns_back import from_columns
 from asyncbuf._runtime.pieces import PIECE
 from tests.plain.codec_helpers import (
@@ -44,7 +46,7 @@ VALUES = {f"{group} {name}": value for group, values in GROUPS.items() for name,
 
 
 def written(values: list[Any]) -> dict[str, torch.Tensor]:
-    return to_columns(values, lambda position: f"item {position}")
+    return to_columns(values, lambda position: check_savable(values[position], f"item {position}"))
 
 
 def node_of(values: list[Any]) -> Any:
