@@ -87,15 +87,15 @@ class LeafWriter:
 
     def texts(self, values: list[Any], depth: int) -> Any:
         """Strings."""
-        return {"str": (arena := self._arena(values, _utf8))[0], "lengths": arena[1]}
+        return self._arena("str", values, _utf8)
 
     def byte_strings(self, values: list[Any], depth: int) -> Any:
         """Bytes."""
-        return {"bytes": (arena := self._arena(values, _as_they_are))[0], "lengths": arena[1]}
+        return self._arena("bytes", values, _as_they_are)
 
     def byte_arrays(self, values: list[Any], depth: int) -> Any:
         """Bytearrays."""
-        return {"bytearray": (arena := self._arena(values, _as_they_are))[0], "lengths": arena[1]}
+        return self._arena("bytearray", values, _as_they_are)
 
     def scalars(self, values: list[Any], depth: int) -> Any:
         """Numpy scalars of one type."""
@@ -119,8 +119,8 @@ class LeafWriter:
             start += len(piece)
         return found
 
-    def _arena(self, values: list[Any], render: Callable[[Sequence[Any]], Sequence[Any]]) -> tuple[str, str]:
-        """Names of the bytes of all values, one after the other, and of how many there are of each."""
+    def _arena(self, tag: str, values: list[Any], render: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+        """The bytes of all values, one after the other, and how many there are of each."""
         parts: list[np.ndarray[Any, Any]] = []
         lengths: list[int] = []
         for piece in self._give_way.pieces(values, PIECE // 4):
@@ -130,7 +130,7 @@ class LeafWriter:
             # numpy copies what is large without the interpreter's lock, and Python small things quickly.
             whole = [b"".join(rendered)] if sum(sizes) < _FAR else rendered
             parts.extend(np.frombuffer(each, np.uint8) for each in whole)
-        return self._name(self._joined(parts)), self._lengths(lengths)
+        return {tag: self._name(self._joined(parts)), "lengths": self._lengths(lengths)}
 
     def _joined(self, parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         """Bytes one after the other, in memory of their own."""
@@ -176,13 +176,13 @@ class LeafWriter:
         if len(set(shapes)) == 1:
             return self._tensors_of_a_shape(values)
         self._number(values)
-        parts = [torch.cat([value.detach().reshape(-1) for value in piece]) for piece in self._few(values)]
+        parts = [torch.cat([_bare(value).detach().reshape(-1) for value in piece]) for piece in self._few(values)]
         return {"tensor": self._name_tensor(torch.cat(parts)), **self._shapes(shapes), **_grad(values[0])}
 
     def _tensors_of_a_shape(self, values: list[Any]) -> Any:
         self._number(values)
         with torch.no_grad():
-            parts = [torch.stack(list(piece)) for piece in self._few(values)]
+            parts = [torch.stack(list(map(_bare, piece))) for piece in self._few(values)]
         stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
         marks = {} if values[0].numel() else {"marks": self._marks(len(values))}
         return {"tensor": self._name_tensor(stacked), **_grad(values[0]), **marks}
@@ -266,6 +266,11 @@ def _are_alike(tensors: Sequence[torch.Tensor], first: torch.Tensor) -> bool:
         tensor.dtype is dtype and tensor.requires_grad is grad and tensor.shape == shape and tensor.device == device
         for tensor in tensors
     )
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without what a derived class does."""
+    return tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
 
 
 def _kind_of_tensor(tensor: torch.Tensor) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 _DENSE = torch.strided
-_HOLDS_DATA = torch.Tensor.__torch_dispatch__
+# What classes of tensors have that hold their numbers themselves.
+_HOLDS_DATA = cast("Any", torch.Tensor).__torch_dispatch__
 # How deep values may be nested.
 DEPTH = 100
 # The dtypes of tensors that a checkpoint can hold.
@@ -61,7 +62,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"expected a dense tensor of a common dtype, found {tensor.layout}, {tensor.dtype}{nested}"
     if tensor.is_meta:
         return "expected a tensor with data, found one on the meta device"
-    kind = type(tensor)
+    kind: Any = type(tensor)
     if kind is torch.Tensor:
         return None
     if is_lazy(tensor):

@@ -278,6 +278,23 @@ def test_arrays_of_derived_classes_come_back_as_arrays(tmp_path: Any) -> None:
     check(back([rows[0], derived, rows[1]]), [np.asarray(rows[0]), np.arange(3.0), np.asarray(rows[1])])
 
 
+class Loud(torch.Tensor):
+    """A derived class that does more than it should."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert getattr(func, "__name__", "") not in ("stack", "cat"), "asked to do the work"
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def test_tensors_of_derived_classes_come_back_as_tensors() -> None:
+    loud, parameter = torch.ones(2).as_subclass(Loud), torch.nn.Parameter(torch.zeros(2))
+    plain = [torch.ones(2), torch.zeros(2, requires_grad=True), torch.ones(2)]
+    check(back([loud, parameter, torch.ones(2)]), plain)
+    check(back([loud, loud[:1]]), [torch.ones(2), torch.ones(1)])
+    assert all(type(tensor) is torch.Tensor for tensor in back([loud, parameter]))
+
+
 # -- what cannot be saved ---------------------------------------------------------------------------------------------
 
 
