@@ -176,7 +176,7 @@ class ListStorage(Storage):
         items: list[Any] = []
         with collections_paused(keeps_objects=True):
             for chunk in chunks:
-                items += from_columns(chunk, "storage") if DOCUMENT in chunk else _items_of(chunk)
+                items += from_columns(chunk, "storage: a chunk of items") if DOCUMENT in chunk else _items_of(chunk)
         if len(items) != meta["items"]:
             raise CheckpointCorruptError(f"storage: expected {meta['items']} items, found {len(items)}")
 
