@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -224,13 +223,12 @@ def test_a_loop_that_ends_meanwhile(slow: Any) -> None:
     asyncio.run(go_on())
 
 
-async def test_the_loop_is_free_in_fact() -> None:
+async def test_the_loop_goes_round_while_thousands_are_drawn() -> None:
+    """By the real clock: the slower the machine is, the more steps there are."""
     async with await filled(5000, batch_size=32) as buffer:
-        longest, last = 0.0, time.perf_counter()
-        start = last
         sampling = asyncio.create_task(buffer.sample())
+        counts = {0}
         while not sampling.done() or buffer.stats().drawn < 5001:
             await asyncio.sleep(0)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
-        assert longest < (last - start) / 3
+            counts.add(buffer.stats().drawn)
+        assert len(counts) > 10
