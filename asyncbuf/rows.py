@@ -65,8 +65,8 @@ class ScatteredRows(Sequence[RowRange]):
     __slots__ = ("_runs", "item", "rows")
 
     def __init__(self, rows: Int64Array, item: int) -> None:
-        self.rows = rows
-        self.item = item
+        self.rows: Int64Array = rows
+        self.item: int = item
         self._runs: tuple[RowRange, ...] | None = None
 
     def _made(self) -> tuple[RowRange, ...]:

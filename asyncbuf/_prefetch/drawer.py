@@ -61,7 +61,7 @@ class Drawer:
         self._life = lifecycle
         self._counts = queues.counts
         self._went_on = went_on
-        self._slices = _Slices(self.fill, gate, lifecycle)
+        self._slices = _Slices(gate, lifecycle)
         self.finished = False
 
     def finish(self) -> None:
@@ -109,7 +109,7 @@ class Drawer:
         drawn = 0
         try:
             while queue.wants_more and self._life.reason is None and self._may_draw(queue):
-                if drawn >= _BURST and self._slices.cuts(queue, drawn):
+                if drawn >= _BURST and self._slices.cuts(queue, drawn, self.fill):
                     break
                 self._line_up(queue, self._table.draw(queue.batch_size))
                 drawn += 1
@@ -123,7 +123,7 @@ class Drawer:
 
     def catch_up(self) -> None:
         """Draw now what is left of the turn, because the buffer is being closed."""
-        self._slices.hurry()
+        self._slices.hurry(self.fill)
 
     def abandon(self) -> None:
         """The event loop was closed in the middle of everything."""
@@ -234,7 +234,6 @@ class _Slices:
     """Many draws of one turn of the history, in several steps of the event loop. The turn does not end meanwhile.
 
     Args:
-        fill: draws for a queue.
         gate: the history.
         lifecycle: that of the buffer.
 
@@ -242,8 +241,7 @@ class _Slices:
         waiting: the queues for which there is more to draw in this turn, in order.
     """
 
-    def __init__(self, fill: Callable[[TicketQueue], None], gate: HistoryGate, lifecycle: Lifecycle) -> None:
-        self._fill = fill
+    def __init__(self, gate: HistoryGate, lifecycle: Lifecycle) -> None:
         self._gate = gate
         self._life = lifecycle
         self._start = 0.0
@@ -251,12 +249,13 @@ class _Slices:
         self._next: asyncio.Handle | None = None
         self.waiting: deque[TicketQueue] = deque()
 
-    def cuts(self, queue: TicketQueue, drawn: int) -> bool:
+    def cuts(self, queue: TicketQueue, drawn: int, fill: Callable[[TicketQueue], None]) -> bool:
         """Whether the rest of a queue is for a later step, which then comes by itself.
 
         Args:
             queue: the queue.
             drawn: how many tickets this step has drawn for it.
+            fill: draws the rest. Not kept for longer than that takes: it belongs to whoever has this object.
         """
         now = time.perf_counter()
         if drawn == _BURST:
@@ -266,30 +265,30 @@ class _Slices:
         self.waiting.append(queue)
         if self._next is None:
             self._gate.occupy()
-            self._next = self._life.loop.call_soon(self._go_on)
+            self._next = self._life.loop.call_soon(self._go_on, fill)
         return True
 
-    def _go_on(self) -> None:
+    def _go_on(self, fill: Callable[[TicketQueue], None]) -> None:
         waiting, self.waiting = self.waiting, deque()
         try:
             while waiting and not self.waiting:
-                self._fill(waiting.popleft())
+                fill(waiting.popleft())
         finally:
             self.waiting += waiting
             self._next = None
             if self.waiting and self._life.loop is not None:
-                self._next = self._life.loop.call_soon(self._go_on)
+                self._next = self._life.loop.call_soon(self._go_on, fill)
             else:
                 self._gate.vacate()
 
-    def hurry(self) -> None:
+    def hurry(self, fill: Callable[[TicketQueue], None]) -> None:
         """Draw the rest in this step."""
         if self._next is None:
             return
         self._next.cancel()
         self._hurries = True
         try:
-            self._go_on()
+            self._go_on(fill)
         finally:
             self._hurries = False
 

@@ -44,7 +44,7 @@ class _Mark:
     __slots__ = ("is_over",)
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over: bool = False
 
 
 # A task that is started within a freeze inherits this, and is within it too, for as long as it lasts.
@@ -115,7 +115,7 @@ class Freeze:
         hold: float | None,
     ) -> None:
         self._state = FreezeState.HELD
-        self.mark = _Mark()
+        self.mark: _Mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold

@@ -46,19 +46,22 @@ class StorageCalls:
         self.write: Callable[[Prepared, Sequence[RowRange]], None] = _calls(storage.write, ours)
         self.gather: Callable[[torch.Tensor], Any] = _calls(storage.gather, ours)
         self.gather_nbytes: Callable[[int], int] = _calls(storage.gather_nbytes, ours)
-        self.begin_gather: Callable[..., Any] = storage.begin_gather if ours else self._begin_gather
+        self.begin_gather: Callable[..., Any] = (
+            storage.begin_gather if ours else functools.partial(_begin_gather, storage)
+        )
 
     @property
     def needs_collate(self) -> bool:
         """Whether what it gathers is a list of items."""
         return self._storage.needs_collate
 
-    def _begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
-        found = shielded(functools.partial(self._storage.begin_gather, draw, inline=inline, parts=parts))
-        if isinstance(found, GatherJobs):
-            jobs = [functools.partial(shielded, job) for job in found.jobs]
-            return GatherJobs(jobs, functools.partial(shielded, found.combine))
-        return shielded_wait(lambda: found) if inspect.isawaitable(found) else found
+
+def _begin_gather(storage: Storage, draw: Draw, *, inline: bool, parts: int) -> Any:
+    found = shielded(functools.partial(storage.begin_gather, draw, inline=inline, parts=parts))
+    if isinstance(found, GatherJobs):
+        jobs = [functools.partial(shielded, job) for job in found.jobs]
+        return GatherJobs(jobs, functools.partial(shielded, found.combine))
+    return shielded_wait(lambda: found) if inspect.isawaitable(found) else found
 
 
 def _calls(method: Callable[..., Any], ours: bool) -> Callable[..., Any]:
