@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
+
+# anyio loads it with the first cancel scope, which takes tens of milliseconds: not on a running event loop.
+with contextlib.suppress(ImportError):
+    importlib.import_module("anyio._backends._asyncio")
 
 # One core cannot use up what memory can do, and a few can.
 COPIERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

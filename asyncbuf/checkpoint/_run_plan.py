@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncbuf.checkpoint._global_generators import GlobalGenerators
     from asyncbuf.checkpoint._snapshotter import Restore
 
-VERSION = 1
+VERSION = 2
 FORMAT = "asyncbuf.run"
 RNG = "rng"
 # How long batches that hang may hold up a restore; they are put back as tickets then.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _STEP = re.compile(r"step-([0-9]{6,})")
 _LISTINGS = 5
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_ARGUMENTS = {"step", "rng", "timeout", "elastic", "partial"}
+_ARGUMENTS = {"step", "rng", "timeout", "at_once", "elastic", "partial"}
 
 _logger = logging.getLogger("asyncbuf")
 
@@ -116,18 +116,33 @@ class Checkpointer:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    async def save(self, step: int, *, rng: bool | None = None, timeout: float | None = None, **parts: Any) -> Path:
+    async def save(
+        self,
+        step: int,
+        *,
+        rng: bool | None = None,
+        timeout: float | None = None,
+        at_once: bool = False,
+        **parts: Any,
+    ) -> Path:
         """Save everything at one point in time, then write it while the run goes on.
 
-        All buffers stand still while they and the other parts are captured, in one step of the event loop. So what is
-        saved fits together if it is called by the task that trains, or if nothing waits in that task between getting a
-        batch and the end of its update. The event loop waits while the states are copied, roughly 1 ms for each MB on
-        the CPU, but not for disks. Calls from several tasks are served in order.
+        All buffers stand still while they and the other parts are captured, in one step of the event loop: states are
+        asked for, and everything but large tensors and arrays on the CPU is copied. Those are copied in a thread, and
+        the buffers stand still for that long, too, so that whoever waits for a batch of them changes nothing. The event
+        loop goes on. If a tensor is changed all the same, by a task that does not wait for these buffers, everything
+        is captured again and copied at once.
+
+        So what is saved fits together if it is called by the task that trains, or if nothing waits in that task between
+        getting a batch and the end of its update. Changes that torch does not count (through ``tensor.data``, ``numpy``
+        or arrays) are not noticed: a program that makes such ones in other tasks, which do not wait for these buffers,
+        needs ``at_once``. The event loop does not wait for disks. Calls from several tasks are served in order.
 
         Args:
             step: what the checkpoint is known by, from 0. One that is there already is replaced in one step.
             rng: overrides the ``rng`` of the constructor.
             timeout: seconds to wait for batches that are being prepared; after that they are saved as tickets.
+            at_once: copy large tensors in the same step, too. The event loop waits for that, roughly 1 ms for 2 MB.
             **parts: by name: buffers and snapshots; objects with ``state_dict`` and ``load_state_dict``; and plain
                 values such as numbers, strings, tensors, lists and dicts, which ``restore`` hands back. Tensors may be
                 on any device: they are copied there first, and then to the CPU.
@@ -146,7 +161,7 @@ class Checkpointer:
         if self._rng if rng is None else flag(rng, "rng"):
             parts[RNG] = GlobalGenerators()
         async with self._turn("capture"):
-            captured = await capture(parts, timeout)
+            captured = await capture(parts, timeout, at_once=at_once)
         async with self._lock("disk"):
             writer = CheckpointWriter(path)
             await in_thread(self._write, writer, _step(step), captured, on_cancel=writer.stop)

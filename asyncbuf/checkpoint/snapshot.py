@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from asyncbuf.storage._frozen import Frozen
 
-VERSION = 2
+VERSION = 3
 FORMAT = "asyncbuf.snapshot"
 # What stands in the state of a snapshot beside the states of the parts of a buffer.
 _RESERVED = {"format", "version", "config", "prefetch", "storage"}

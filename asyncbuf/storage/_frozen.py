@@ -113,6 +113,23 @@ class ChunkVersions:
             for number, start in enumerate(starts)
         ]
 
+    def freeze_spans(self) -> Callable[[int, int], str]:
+        """What says the identity of rows ``start`` to ``stop - 1``, as they are now. Called in any thread, later.
+
+        For chunks that are not all of the same number of rows: ``rows`` is only how finely writes are noted.
+        """
+        self._freezes += 1
+        self.noted = (0, 0)
+        if self._process != os.getpid():
+            self._fork()
+        token, written, rows = self._token, self._written.copy(), self.rows
+
+        def identity(start: int, stop: int) -> str:
+            latest = max(written.get(number, 0) for number in range(start // rows, -(-stop // rows)))
+            return f"{token}-{start}-{stop}-{latest}"
+
+        return identity
+
     def _fork(self) -> None:
         """Writes of a forked process are its own: what was loaded and not written is known, all else gets new names."""
         loaded = {number: identity for number, identity in self._loaded.items() if number not in self._written}

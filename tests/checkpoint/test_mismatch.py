@@ -113,7 +113,7 @@ async def test_what_is_no_run_is_refused(checkpointer: Checkpointer) -> None:
     with pytest.raises(CheckpointMismatchError, match="expected the checkpoint of step 3, found 2"):
         await checkpointer.restore()
     for state, error in (
-        ({"format": "asyncbuf.run", "version": 2}, CheckpointVersionError),
+        ({"format": "asyncbuf.run", "version": 3}, CheckpointVersionError),
         ({"format": "asyncbuf.run", "version": True}, CheckpointVersionError),
         ({"format": "asyncbuf.run", "version": 1, "step": 4}, CheckpointCorruptError),
         (

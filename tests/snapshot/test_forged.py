@@ -68,7 +68,7 @@ FORGED: dict[str, tuple[str, Callable[[State], Any], str]] = {
     "joins that say they are a batch": ("tensors, joins", put({"other": [1]}, *CONTENT, "joined"), "combined"),
     "an item for a list of items": (
         "objects, random",
-        put(torch.tensor([49]).byte(), *CHUNK, "structure"),
+        put(torch.tensor([49]).byte(), *CHUNK, "columns"),
         "chunk",
     ),
     "an array as format": ("tensors, random", put(np.array(["x"]), "format"), "format"),
@@ -126,7 +126,7 @@ TENSORS: dict[str, list[tuple[Any, ...]]] = {
     "tensors, gaps": [("rows", "valid"), ("rows", "numbers")],
     "tensors, passes": [("sampler", "gone")],
     "tensors, joins": [("prefetch", "queue", 0, "content", "joins", "other")],
-    "objects, random": [("storage", "chunks", 0, "structure"), ("storage", "chunks", 0, "0")],
+    "objects, random": [("storage", "chunks", 0, "columns"), ("storage", "chunks", 0, "0")],
 }
 
 

@@ -29,7 +29,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments of five rows in a chunk of the one, ten items in a chunk of the other."""
     monkeypatch.setattr("asyncbuf.storage._row_memory.SEGMENT_BYTES", 5 * 8)
     monkeypatch.setattr("asyncbuf.storage._row_memory.CHUNK_BYTES", ROWS * 8)
-    monkeypatch.setattr("asyncbuf.storage.list._CHUNK_ITEMS", ROWS)
+    monkeypatch.setattr("asyncbuf.storage._frozen_items._CHUNK_ITEMS", ROWS)
 
 
 def write(storage: Storage, row: int, count: int, value: int = 0) -> None:
@@ -188,7 +188,7 @@ def test_nothing_is_read_before_it_is_asked_for(make: type[Any], monkeypatch: py
         raise AssertionError("read")
 
     frozen = filled(make).freeze()
-    monkeypatch.setattr("asyncbuf.storage.list.encode", no)
+    monkeypatch.setattr("asyncbuf.storage._frozen_items.to_columns", no)
     monkeypatch.setattr("asyncbuf.storage._frozen.CopyOnWrite.visit", no)
     chunks = [*frozen.chunks()]
     with pytest.raises(AssertionError, match="read"):
