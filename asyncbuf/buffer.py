@@ -13,6 +13,7 @@ import torch
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
 from asyncbuf._prefetch.queue import EpochCursor
+from asyncbuf._runtime.arguments import seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
@@ -105,6 +106,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._arguments, self._generator = config.arguments, config.generator
         parts = self._parts = Assembly(config)
         self._storage, self._table, self._life = config.storage, parts.table, parts.life
+        calls = parts.table.storage_calls
+        self._prepare, self._prepare_one = calls.prepare, calls.prepare_one
         self._gate, self._guard, self._writes = parts.gate, parts.guard, parts.writes
         self._pipeline, self._freezer, self._snapshots = parts.pipeline, parts.freezer, parts.snapshots
 
@@ -136,7 +139,9 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
         Raises:
             TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
+            TypeError, ValueError: the timeout is no number from 0 on.
         """
+        timeout = seconds(timeout)
         self._parts.recover()
         if self._life.is_idle:
             return
@@ -194,7 +199,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             BufferFailedError: the background work ended.
         """
         await self._turn()
-        placement = await self._writes.write(self._storage.prepare, items)
+        placement = await self._writes.write(self._prepare, items)
         return torch.from_numpy(placement.rows)
 
     async def add(self, item: Any) -> int | None:
@@ -204,7 +209,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             Its row; None if the writer does not keep it.
         """
         await self._turn()
-        runs = (await self._writes.write(self._storage.prepare_one, item)).runs
+        runs = (await self._writes.write(self._prepare_one, item)).runs
         return runs[0].row if runs else None
 
     async def finish(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
 
 from asyncbuf import Draw, ListStorage, NotYet, ReplayBuffer, Sampler, Storage, TensorStorage
-from asyncbuf.testing import assert_exact_resume
+from asyncbuf.batch import Ticket
+from asyncbuf.testing import assert_exact_resume, difference
 from tests.helpers import Crew, Latch, outcomes, seeded, turns, within
 
 if TYPE_CHECKING:
@@ -19,6 +21,21 @@ if TYPE_CHECKING:
     from asyncbuf.rows import Answer
 
 SLICES, TIME = 3, 4
+
+
+def test_a_pickled_draw_takes_its_own_bytes() -> None:
+    """Rows, lengths, joins and what is said of them may be windows into a whole epoch."""
+    whole = torch.arange(100_000)
+    draw = Draw(whole[10:20], {"weight": whole[:10].float()[:10]}, lengths=whole[5:6] * 2, joins={"next": whole[30:40]})
+    draw = draw._replace(info={"weight": torch.rand(100_000)[:10]}, lengths=torch.arange(100_000)[10:11])
+    content = pickle.dumps(draw)
+    assert len(content) < 4000
+    again = pickle.loads(content)
+    assert type(again) is Draw
+    assert difference(again._asdict(), draw._asdict()) is None
+    ticket = pickle.loads(pickle.dumps(Ticket(3, draw, 5, 7)))
+    assert ticket.draw.indices.equal(draw.indices)
+    assert len(pickle.dumps(ticket)) < 4000
 
 
 class Slices(Sampler):

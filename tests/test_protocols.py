@@ -95,7 +95,7 @@ async def test_a_checkpointer_takes_whatever_is_snapshotable(tmp_path: Path) -> 
 async def test_a_class_of_buffers_is_no_buffer(buffer: type[Any], tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     await checkpointer.save(1, n=1)
-    with pytest.raises(TypeError, match="expected a ReplayBuffer or an object"):
+    with pytest.raises(TypeError, match="expected a buffer or an object"):
         await checkpointer.restore(n=buffer)
 
 

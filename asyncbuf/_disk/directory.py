@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from asyncbuf._disk.lock import DirectoryLock
 from asyncbuf._plain.codec import DTYPES
 from asyncbuf._plain.savable import SAVABLE_DTYPES
+from asyncbuf._runtime.arguments import absolute
 from asyncbuf._version import __version__
 from asyncbuf.errors import (
     CheckpointCorruptError,
@@ -293,11 +294,6 @@ def _all_ours(path: Path) -> bool:
         return all(map(_is_ours, path.iterdir()))
     except FileNotFoundError:  # removed meanwhile
         return True
-
-
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """The path as it is meant now, whatever the working directory will be."""
-    return Path(path).absolute()
 
 
 def is_checkpoint(path: Path) -> bool:

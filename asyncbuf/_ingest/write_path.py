@@ -67,7 +67,7 @@ class WritePath:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._table = table
-        self._storage = table.storage
+        self._storage = table.storage_calls
         self._gate = gate
         self._threads = threads
         self._admission = admission
@@ -207,7 +207,7 @@ class WritePath:
     async def remove(self, which: Any) -> int:
         """Remove the rows of a batch, or bare rows: how many left."""
         rows, write_count = drawn_rows(which)
-        rows = checks.row_numbers(rows, self._storage.capacity, "remove")
+        rows = shielded(checks.row_numbers, rows, self._table.storage.capacity, "remove")
         return await self._gate.apply(functools.partial(self._remove, rows, write_count), exclusive=True)
 
     def _remove(self, rows: Int64Array, write_count: int | None) -> int:

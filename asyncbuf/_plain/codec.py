@@ -14,6 +14,7 @@ import torch
 
 from asyncbuf._plain import registry
 from asyncbuf._plain.savable import DEPTH, is_plain_dtype, is_plain_name, tensor_problem
+from asyncbuf._runtime.summary import literal
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
@@ -151,6 +152,10 @@ def _decode(plain: Any, path: str) -> Any:
     decoder = _DECODERS.get(tag)
     if decoder is None:
         raise CheckpointCorruptError(f"{path or 'the value'}: expected one of {sorted(_DECODERS)}, found {tag!r}")
+    if plain.keys() != (keys := {tag, *_MORE_KEYS.get(tag, ())}):
+        raise CheckpointCorruptError(
+            f"{path or 'the value'}: expected the entries {sorted(keys)}, found {sorted(map(str, plain))}"
+        )
     return decoder(plain, path)
 
 
@@ -166,21 +171,38 @@ def _array_of(data: torch.Tensor, dtype: str, shape: list[int]) -> np.ndarray[An
     if not is_plain_name(dtype):
         raise CheckpointCorruptError(f"expected a plain numpy dtype, found {dtype!r}")
     array: np.ndarray[Any, Any] = np.empty(shape, np.dtype(dtype))
-    if data.dtype is not torch.uint8 or data.shape != (array.nbytes,):
+    if data.shape != (array.nbytes,):
         raise CheckpointCorruptError(f"expected {array.nbytes} bytes for {dtype} {shape}, found {list(data.shape)}")
-    array.reshape(-1).view(np.uint8)[:] = data.numpy()
+    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(_bytes_of(data), np.uint8)
     return array
 
 
+def _bytes_of(data: Any) -> bytes:
+    if not isinstance(data, torch.Tensor) or data.dtype is not torch.uint8 or data.ndim != 1:
+        raise CheckpointCorruptError(f"expected bytes as a uint8 tensor [n], found {literal(data)}")
+    found: bytes = data.numpy().tobytes()
+    return found
+
+
+def _list_of(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise CheckpointCorruptError(f"expected a list, found {literal(value)}")
+    return value
+
+
+# What stands beside the tag.
+_MORE_KEYS = {"$ndarray": ("dtype", "shape"), "$scalar": ("dtype",), "$type": ("value",)}
 _DECODERS: dict[str, Callable[[Any, str], Any]] = {
-    "$tuple": lambda plain, path: tuple(_decode(plain["$tuple"], path)),
-    "$dict": lambda plain, path: {_decode(k, path): _decode(v, f"{path}/{k}") for k, v in plain["$dict"]},
+    "$tuple": lambda plain, path: tuple(_decode(_list_of(plain["$tuple"]), path)),
+    "$dict": lambda plain, path: {
+        _decode(k, path): _decode(v, f"{path}/{k}") for k, v in map(_list_of, _list_of(plain["$dict"]))
+    },
     "$ndarray": lambda plain, path: _array_of(plain["$ndarray"], plain["dtype"], plain["shape"]),
     "$scalar": lambda plain, path: _array_of(plain["$scalar"], plain["dtype"], [])[()],
-    "$bytes": lambda plain, path: plain["$bytes"].numpy().tobytes(),
-    "$bytearray": lambda plain, path: bytearray(plain["$bytearray"].numpy().tobytes()),
+    "$bytes": lambda plain, path: _bytes_of(plain["$bytes"]),
+    "$bytearray": lambda plain, path: bytearray(_bytes_of(plain["$bytearray"])),
     "$int": lambda plain, path: int(plain["$int"], 16),
-    "$complex": lambda plain, path: complex(*plain["$complex"]),
+    "$complex": lambda plain, path: complex(*_list_of(plain["$complex"])),
     "$dtype": lambda plain, path: dtype_named(plain["$dtype"]),
     "$device": lambda plain, path: torch.device(plain["$device"]),
     "$type": _typed,

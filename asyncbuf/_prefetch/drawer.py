@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.gathered import shaped
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 from asyncbuf.batch import Batch, Draw, Ticket, batch_of
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.fetch import Fetcher
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
+
+# So many tickets are drawn in a row before anybody looks at the clock; then, for so many seconds in one step.
+_BURST = 8
+_SLICE_SECONDS = 0.003
 
 
 class Drawer:
@@ -55,6 +61,7 @@ class Drawer:
         self._life = lifecycle
         self._counts = queues.counts
         self._went_on = went_on
+        self._slices = _Slices(gate, lifecycle)
         self.finished = False
 
     def finish(self) -> None:
@@ -94,16 +101,33 @@ class Drawer:
             self._went_on()
 
     def fill(self, queue: TicketQueue) -> None:
+        """Draw what the calls call for: all of it in this turn of the history, and much of it in several slices."""
+        if self._slices.waiting:
+            self._slices.waiting.append(queue)
+            return
         queue.error = None
+        drawn = 0
         try:
             while queue.wants_more and self._life.reason is None and self._may_draw(queue):
+                if drawn >= _BURST and self._slices.cuts(queue, drawn, self.fill):
+                    break
                 self._line_up(queue, self._table.draw(queue.batch_size))
+                drawn += 1
         except BaseException as error:
             queue.error = detached(as_failure(error))
             if not isinstance(error, FAILURES):
                 raise  # whoever is told of it first: the consumer is told, too
         finally:
-            queue.notify()
+            if queue.waiters:
+                queue.notify()
+
+    def catch_up(self) -> None:
+        """Draw now what is left of the turn, because the buffer is being closed."""
+        self._slices.hurry(self.fill)
+
+    def abandon(self) -> None:
+        """The event loop was closed in the middle of everything."""
+        self._slices.forget()
 
     def _may_draw(self, queue: TicketQueue) -> bool:
         """Whether the ticket that is wanted may be drawn now. Consumers whose pass has no more are parked."""
@@ -123,14 +147,16 @@ class Drawer:
 
     def _line_up(self, queue: TicketQueue, draw: Draw, error: BaseException | None = None) -> None:
         """A draw becomes the last ticket of a queue; its rows are gathered, unless that was tried and failed."""
-        seed = mixed_seed(self._table.generator.initial_seed(), self._counts.drawn)
-        entry = Entry(
-            Ticket(self._counts.drawn, draw, seed, self._table.write_count), is_prefetched=queue is self._queues.main
-        )
-        self._counts.drawn += 1
+        counts = self._counts
+        number = counts.drawn
+        counts.drawn = number + 1
+        seed = mixed_seed(self._table.generator.initial_seed(), number)
+        ticket = Ticket(number, draw, seed, self._table.write_count)
+        entry = Entry(ticket, is_prefetched=queue is self._queues.main)
         is_urgent = bool(queue.waiters)
         queue.append(entry)
-        self._counts.peak_queued = max(self._counts.peak_queued, self._queues.queued)
+        if len(queue.entries) > counts.peak_queued or len(self._queues.by_size) > 1:
+            counts.peak_queued = max(counts.peak_queued, self._queues.queued)
         if error is None:
             self._fetcher.make(entry, queue.offload, is_urgent=is_urgent)
         else:
@@ -154,14 +180,12 @@ class Drawer:
         """
         if not self._table.may_draw(queue.batch_size):
             return None
-        if not self._gatherer.runs_now(queue.batch_size, queue.offload):
+        if not self._gatherer.runs_here(queue.batch_size, queue.offload):
             return None
         draw = None
         try:
             draw = self._table.draw(queue.batch_size)
-            data = self._gatherer.gathered(draw)
-            if draw.shape is not None:
-                data = shaped(data, draw.shape)
+            data = self._gatherer.gather(draw)
         except BaseException as error:
             if draw is None:
                 self._queues.forget(queue)
@@ -179,7 +203,7 @@ class Drawer:
             counts.peak_queued = max(counts.peak_queued, self._queues.queued + 1)
         if self._went_on is not None:
             self._went_on()
-        return batch_of(data, number, draw, 0, self._table.rows.write_count)
+        return batch_of(data, number, draw, 0, self._table.write_count)
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 
@@ -202,6 +226,73 @@ class Drawer:
         self._counts.dropped += len(entries)
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
-        self._fetcher.next_in_order()
-        self._fetcher.went_on()
+        self._fetcher.dropped(entries)
         self._gate.submit(self.table_changed)
+
+
+class _Slices:
+    """Many draws of one turn of the history, in several steps of the event loop. The turn does not end meanwhile.
+
+    Args:
+        gate: the history.
+        lifecycle: that of the buffer.
+
+    Attributes:
+        waiting: the queues for which there is more to draw in this turn, in order.
+    """
+
+    def __init__(self, gate: HistoryGate, lifecycle: Lifecycle) -> None:
+        self._gate = gate
+        self._life = lifecycle
+        self._start = 0.0
+        self._hurries = False
+        self._next: asyncio.Handle | None = None
+        self.waiting: deque[TicketQueue] = deque()
+
+    def cuts(self, queue: TicketQueue, drawn: int, fill: Callable[[TicketQueue], None]) -> bool:
+        """Whether the rest of a queue is for a later step, which then comes by itself.
+
+        Args:
+            queue: the queue.
+            drawn: how many tickets this step has drawn for it.
+            fill: draws the rest. Not kept for longer than that takes: it belongs to whoever has this object.
+        """
+        now = time.perf_counter()
+        if drawn == _BURST:
+            self._start = now
+        if now - self._start < _SLICE_SECONDS or self._hurries or self._life.loop is None:
+            return False
+        self.waiting.append(queue)
+        if self._next is None:
+            self._gate.occupy()
+            self._next = self._life.loop.call_soon(self._go_on, fill)
+        return True
+
+    def _go_on(self, fill: Callable[[TicketQueue], None]) -> None:
+        waiting, self.waiting = self.waiting, deque()
+        try:
+            while waiting and not self.waiting:
+                fill(waiting.popleft())
+        finally:
+            self.waiting += waiting
+            self._next = None
+            if self.waiting and self._life.loop is not None:
+                self._next = self._life.loop.call_soon(self._go_on, fill)
+            else:
+                self._gate.vacate()
+
+    def hurry(self, fill: Callable[[TicketQueue], None]) -> None:
+        """Draw the rest in this step."""
+        if self._next is None:
+            return
+        self._next.cancel()
+        self._hurries = True
+        try:
+            self._go_on(fill)
+        finally:
+            self._hurries = False
+
+    def forget(self) -> None:
+        """Leave the rest; the history has been reset."""
+        self._next = None
+        self.waiting.clear()

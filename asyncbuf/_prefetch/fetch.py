@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from asyncbuf._prefetch.queue import Entry, Stage
+from asyncbuf._prefetch.transforms import Partial
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from asyncbuf._prefetch.gather import Gatherer
     from asyncbuf._prefetch.offload import Offload
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
+    from asyncbuf.batch import Draw
 
 
 class Fetcher:
@@ -36,6 +39,7 @@ class Fetcher:
         queues: whose consumers look again when an entry has become a batch or has failed.
         threads: where sync transforms run.
         lifecycle: that of the buffer.
+        missing: how many rows of a draw hold no item any more.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Fetcher:
         queues: TicketQueues,
         threads: Threads,
         lifecycle: Lifecycle,
+        missing: Callable[[Draw], int],
     ) -> None:
         self._gatherer = gatherer
         self._chain = chain
@@ -53,6 +58,7 @@ class Fetcher:
         self._queues = queues
         self._threads = threads
         self._life = lifecycle
+        self._missing = missing
         self._todo: asyncio.Queue[Entry] = asyncio.Queue()
         self._in_order = _InOrder()
         self._resting = False
@@ -62,6 +68,7 @@ class Fetcher:
         """Belong to the running event loop."""
         self._gatherer.open()
         self._todo = asyncio.Queue()
+        self._in_order.add(self.unseen)
 
     async def close(self) -> None:
         """Wait for gathers and threads; the workers have ended before."""
@@ -91,7 +98,44 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        self._gather(entry, offload, is_urgent=is_urgent)
+        draw = entry.ticket.draw
+        if self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload):
+            self._make_here(entry)
+        else:
+            self._gather(entry, offload, is_urgent=is_urgent)
+
+    def _make_here(self, entry: Entry) -> None:
+        """Gather and transform in this step, in which the ticket was drawn: whoever draws it tells the consumers.
+
+        Transforms get the rows themselves, because the same ones can be gathered again as long as this step lasts.
+        """
+        draw, chain, rows = entry.ticket.draw, self._chain, None
+        try:
+            rows = self._gatherer.gather(draw)
+            if chain.steps:
+                after = chain.run_here(rows, entry.ticket.seed, is_own=True)
+                if not chain.is_done(after):
+                    entry.keep(after._replace(data=self._gatherer.gather(draw)))
+                    self._todo.put_nowait(entry)
+                    return
+                rows = after.data
+        except BaseException as error:
+            try:
+                if rows is not None and chain.steps:
+                    self._keep_rows(entry)
+            finally:
+                self.fail(entry, error)
+            if not isinstance(error, FAILURES):
+                raise
+            return
+        entry.ready(rows)
+        if self._steps:
+            self.went_on()
+
+    def _keep_rows(self, entry: Entry) -> None:
+        """Gather the rows of a ticket again, for its next try, because a transform has changed them."""
+        with contextlib.suppress(Exception):  # then they are gathered in the next try
+            entry.keep(Partial(0, self._gatherer.gather(entry.ticket.draw)))
 
     def go_on(self, entries: Iterable[Entry]) -> None:
         """Take entries up where they are: after a failure, or when a buffer is opened that has tickets queued."""
@@ -100,9 +144,34 @@ class Fetcher:
             self._in_order.add(entries)
         for entry in entries:
             if entry.progress is None:
-                self._gate.submit(functools.partial(self._gather, entry, None, is_urgent=True))
+                self._gate.submit(functools.partial(self._gather_later, entry))
             else:
                 self._transform(entry)
+        self.next_in_order()
+
+    def dropped(self, entries: Iterable[Entry]) -> None:
+        """Nobody gets these. Stateful transforms see those that were gathered all the same, and in their turn.
+
+        Otherwise their state would depend on how far they had come.
+        """
+        if self._chain.ordered:
+            self._in_order.keep_dropped(entries)
+            self.next_in_order()
+        self.went_on()
+
+    @property
+    def unseen(self) -> list[Entry]:
+        """The dropped tickets that stateful transforms are still to see."""
+        return self._in_order.dropped
+
+    def _gather_later(self, entry: Entry) -> None:
+        """Gather a ticket whose gather failed in the step of its draw, if there are still items in its rows."""
+        is_due = self._life.reason is None and entry.stage is Stage.DRAWN and not (entry.gathering or entry.dropped)
+        if is_due and (missing := self._missing(entry.ticket.draw)):
+            why = f"expected items in its rows, found none in {missing} of them, which were removed since the draw"
+            self.fail(entry, LookupError(f"{why}: the batch cannot be made any more"))
+        elif is_due:
+            self._gather(entry, None, is_urgent=True)
 
     def _gather(self, entry: Entry, offload: Offload | None, *, is_urgent: bool) -> None:
         if self._life.reason is not None or entry.gathering or entry.dropped or entry.progress is not None:
@@ -127,10 +196,10 @@ class Fetcher:
         """Rows are there: run the transforms here if that is quick, else let a worker do it."""
         progress = entry.progress
         assert progress is not None
-        if entry.dropped:
-            return
         if self._chain.ordered:
             self.next_in_order()
+        elif entry.dropped:
+            return
         elif self._chain.runs_here(progress):
             if self._transform_here(entry):
                 self._settled(entry)
@@ -158,7 +227,9 @@ class Fetcher:
 
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
-        if not self._resting and (entry := self._in_order.next()) is not None:
+        if self._resting or self._life.reason is not None:
+            return  # what is left stays a ticket
+        if (entry := self._in_order.next()) is not None:
             self._todo.put_nowait(entry)
 
     @property
@@ -183,7 +254,7 @@ class Fetcher:
             entry = await self._todo.get()
             if self._life.reason is not None:
                 return  # the buffer is being closed: what is left stays a ticket
-            if not entry.dropped:
+            if not entry.dropped or self._chain.ordered:
                 await self._run(entry)
             if self._chain.ordered:
                 self._in_order.is_busy = False
@@ -258,13 +329,17 @@ class Fetcher:
 class _InOrder:
     """The tickets that stateful transforms have not seen yet, by number: they see one at a time, in this order.
 
+    Dropped tickets are among them.
+
     Attributes:
         is_busy: whether one is being transformed.
     """
 
     def __init__(self) -> None:
         self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._dropped: dict[int, Entry] = {}
         self.is_busy = False
+        self._at_work: Entry | None = None
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Let entries wait for their turn."""
@@ -284,21 +359,35 @@ class _InOrder:
             self._entries[entry.ticket.number] = entry
             self._entries.move_to_end(entry.ticket.number, last=False)
 
+    def keep_dropped(self, entries: Iterable[Entry]) -> None:
+        """Let dropped entries keep their turns, as long as they are not settled."""
+        kept = [entry for entry in entries if not _lets_pass(entry)]
+        self._dropped = {number: entry for number, entry in self._dropped.items() if not _lets_pass(entry)}
+        self._dropped |= {entry.ticket.number: entry for entry in kept}
+        self.add([entry for entry in kept if not (self.is_busy and entry is self._at_work)])
+
+    @property
+    def dropped(self) -> list[Entry]:
+        """The dropped entries that are not settled."""
+        return [entry for entry in self._dropped.values() if not _lets_pass(entry)]
+
     def clear(self) -> None:
         """Forget all of them."""
         self._entries.clear()
+        self._dropped.clear()
 
     @property
     def _first(self) -> Entry | None:
-        return next(iter(self._entries.values()), None)
+        while (first := next(iter(self._entries.values()), None)) is not None and _lets_pass(first):
+            self._entries.popitem(last=False)
+        return first
 
     def next(self) -> Entry | None:
         """The entry whose turn it is, which is busy from now on; None if there is none, or another is busy."""
-        while (first := self._first) is not None and _lets_pass(first):
-            self._entries.popitem(last=False)
+        first = self._first
         if first is None or self.is_busy or first.stage is not Stage.GATHERED:
             return None
-        self.is_busy = True
+        self.is_busy, self._at_work = True, first
         self._entries.popitem(last=False)
         return first
 
@@ -311,5 +400,6 @@ class _InOrder:
 
 def _lets_pass(entry: Entry) -> bool:
     """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
-    failed = entry.stage is Stage.FAILED and not entry.is_prefetched
-    return failed or entry.dropped or entry.is_made
+    if entry.dropped and entry.stage is Stage.DRAWN:
+        return not entry.gathering  # its gather has failed before, and nobody tries that again
+    return entry.is_made or (entry.stage is Stage.FAILED and (entry.dropped or not entry.is_prefetched))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf.batch import Draw
-    from asyncbuf.storage import Storage
+    from asyncbuf.storage._shielded import StorageCalls
 
     Arrived = Callable[[Entry, BaseException | None], None]
 
@@ -44,13 +44,13 @@ class Gatherer:
         elsewhere: how often in threads, or as the storage wished.
     """
 
-    def __init__(self, storage: Storage, gate: HistoryGate, threads: Threads) -> None:
+    def __init__(self, storage: StorageCalls, gate: HistoryGate, threads: Threads) -> None:
         self._storage = storage
         self._gate = gate
         self._threads = threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._awaited: set[asyncio.Task[None]] = set()
-        self._gathers_inline = storage.runs in (Runs.ANYWHERE, Runs.LOOP)
+        self._runs_anywhere = storage.runs is Runs.ANYWHERE
         self.seconds = 0.0
         self.inline = self.elsewhere = 0
 
@@ -67,17 +67,34 @@ class Gatherer:
         """The event loop was closed in the middle of everything."""
         self._awaited.clear()
 
-    def runs_now(self, batch_size: int, offload: Offload) -> bool:
-        """Decide to gather a draw in the step in which it is drawn, and count it; the caller must then gather."""
-        if not self._gathers_inline:
-            return False
-        nbytes = self._storage.gather_nbytes(batch_size)
-        if nbytes > INLINE_BYTES:
-            if not offload.gathers_here(nbytes):
+    def runs_here(self, count: int, offload: Offload | None) -> bool:
+        """Decide to gather so many rows in this step, and count it; the caller must then gather.
+
+        As the storage says, or else as was found to be faster.
+
+        Args:
+            count: number of rows, without those of joins.
+            offload: where rows are gathered; None to decide by their size alone.
+        """
+        if not self._runs_anywhere:
+            if self._storage.runs is not Runs.LOOP:
+                return False
+        elif (nbytes := self._storage.gather_nbytes(count)) > INLINE_BYTES:
+            if offload is None or not offload.gathers_here(nbytes):
                 return False
             offload.drawn(nbytes)
         self.inline += 1
         return True
+
+    def gather(self, draw: Draw) -> Any:
+        """The rows of a draw, without joins, in the shape that it asks for; the time goes into the statistics."""
+        if is_inference_on() or dispatch_modes():
+            with Swapped():
+                return self.gather(draw)
+        start = time.perf_counter()
+        rows = self._storage.gather(draw.indices)
+        self.seconds += time.perf_counter() - start
+        return rows if draw.shape is None else self._arranged(draw, rows)
 
     def begin(self, entry: Entry, offload: Offload | None, *, is_urgent: bool, arrived: Arrived) -> None:
         """Gather the rows here, or let threads or the storage itself begin with it.
@@ -89,12 +106,15 @@ class Gatherer:
             arrived: called on the event loop with the entry and what went wrong, unless the rows were gathered here.
         """
         draw = with_joins(entry.ticket.draw)
-        nbytes = self._storage.gather_nbytes(draw.indices.shape[0])
-        if self._runs_here(nbytes, offload):
-            self.inline += 1
-            entry.keep(self._arranged(entry, self.gathered(draw)))
+        count = draw.indices.shape[0]
+        if self.runs_here(count, offload):
+            rows = self.gather(draw)
+            entry.keep(Partial(0, self._arranged(entry.ticket.draw, rows) if draw.joins else rows))
             return
         self.elsewhere += 1
+        nbytes = self._storage.gather_nbytes(count)
+        if offload is not None:
+            offload.drawn(nbytes)
         parts = self._threads.parts(nbytes) if is_urgent else 1
         rows = self._storage.begin_gather(draw, inline=False, parts=parts)
         if isinstance(rows, GatherJobs):
@@ -107,35 +127,13 @@ class Gatherer:
             self._awaited.add(task)
             task.add_done_callback(self._awaited.discard)
         else:
-            entry.keep(self._arranged(entry, rows))
+            entry.keep(Partial(0, self._arranged(entry.ticket.draw, rows)))
 
-    def _arranged(self, entry: Entry, rows: Any) -> Partial:
+    def _arranged(self, draw: Draw, rows: Any) -> Any:
         """Gathered rows, in the shape and with the joins that the draw asked for."""
-        draw = entry.ticket.draw
         if draw.shape is None and not draw.joins:
-            return Partial(0, rows)
-        return Partial(0, arranged(draw, rows, are_items=self._storage.needs_collate))
-
-    def _runs_here(self, nbytes: int, offload: Offload | None) -> bool:
-        """Whether rows are gathered on the event loop: as the storage says, or else what was found to be faster."""
-        runs = self._storage.runs
-        if runs is not Runs.ANYWHERE:
-            return runs is Runs.LOOP
-        if offload is None:
-            return nbytes <= INLINE_BYTES
-        here = offload.gathers_here(nbytes)
-        offload.drawn(nbytes)
-        return here
-
-    def gathered(self, draw: Draw) -> Any:
-        """Rows of the storage; the time that took goes into the statistics."""
-        if is_inference_on() or dispatch_modes():
-            with Swapped():
-                return self.gathered(draw)
-        start = time.perf_counter()
-        data = self._storage.gather(draw.indices)
-        self.seconds += time.perf_counter() - start
-        return data
+            return rows
+        return arranged(draw, rows, are_items=self._storage.needs_collate)
 
     def _timed(self, copy: Callable[[], object]) -> None:
         start = time.perf_counter()
@@ -180,7 +178,7 @@ class Gatherer:
         if combine is not None and error is None:
             try:
                 with Swapped():
-                    entry.keep(self._arranged(entry, combine()))
+                    entry.keep(Partial(0, self._arranged(entry.ticket.draw, combine())))
             except BaseException as failure:
                 error = failure
         self._gate.release_read()

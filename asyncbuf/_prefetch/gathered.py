@@ -36,11 +36,11 @@ class Gathered:
 
 
 def with_joins(draw: Draw) -> Draw:
-    """A draw that asks for the rows of its joins, too, behind its own: they are gathered together."""
+    """A draw that asks for the rows of its joins, too, behind its own: they are gathered together, in no shape."""
     if not draw.joins:
         return draw
     joined = [indices.reshape(-1) for indices in draw.joins.values()]
-    return draw._replace(indices=torch.cat([draw.indices, *joined]))
+    return draw._replace(indices=torch.cat([draw.indices, *joined]), shape=None)
 
 
 def arranged(draw: Draw, rows: Any, *, are_items: bool) -> Any:

@@ -62,10 +62,10 @@ class Prefetch:
         went_on: Callable[[], None] | None = None,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
-        gatherer = self.gatherer = Gatherer(table.storage, gate, threads)
-        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle)
+        gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads)
+        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing)
         drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, lifecycle, went_on)
         pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
         device_step = len(chain.steps) - 1 if chain.delivers else None
         self.standstill = Standstill(pipeline, drawer, queues, fetcher, gate, lifecycle, device_step)
-        self.background = Background(lifecycle, gate, queues, fetcher, workers, refuse)
+        self.background = Background(lifecycle, gate, queues, fetcher, drawer, workers, refuse)

@@ -82,10 +82,14 @@ class Standstill:
             deadline: by the clock of the event loop; None if there is all the time.
         """
         loop = asyncio.get_running_loop()
-        while self._life.reason is None and self._queues.in_flight and self._fetcher.stuck is None:
+        while self._life.reason is None and self._is_unsettled and self._fetcher.stuck is None:
             left = None if deadline is None else deadline - loop.time()
             if (left is not None and left <= 0) or not await self._fetcher.step(left):
                 break
+
+    @property
+    def _is_unsettled(self) -> bool:
+        return bool(self._queues.in_flight or self._fetcher.unseen)
 
     async def rest(self) -> None:
         """Begin no stateful transform until ``release``, and wait for the one that is at work."""
@@ -130,6 +134,10 @@ class Standstill:
             ],
             counts.delivered,
             counts.dropped,
+            [
+                SavedTicket.of(entry, entry.ticket.draw.indices.numel(), is_main=entry.is_prefetched)
+                for entry in self._fetcher.unseen
+            ],
         )
 
     def lend(self) -> Loan:
@@ -158,8 +166,15 @@ class Standstill:
         for saved in tickets.queue:
             size = main.batch_size if saved.is_main and main is not None else saved.batch_size
             queues.setdefault(size, []).append(saved.entry(self._device_step))
+        for entries in queues.values():
+            # Of another batch size than before, the queue may be made of two.
+            entries.sort(key=lambda entry: entry.ticket.number)
         for size in dict.fromkeys([*(queue.batch_size for queue in self._queues), *queues]):
             self._queues.of(size).restore(queues.get(size, []))
+        unseen = [saved.entry() for saved in tickets.unseen]
+        for entry in unseen:
+            entry.dropped = True
+        self._fetcher.dropped(unseen)
         if self._life.reason is None:
             self._fetcher.go_on([entry for entry in self._queues.entries if not entry.settled])
         self._queues.notify(is_stuck=self._fetcher.stuck is not None)

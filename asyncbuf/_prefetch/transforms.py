@@ -160,13 +160,14 @@ class TransformChain:
         """Whether a ticket has come to the end of the chain."""
         return progress.step == len(self.steps) and progress.pending is None and type(progress.data) is not Gathered
 
-    def run_here(self, data: Any, seed: int, queue: object = None) -> Partial:
+    def run_here(self, data: Any, seed: int, queue: object = None, *, is_own: bool = False) -> Partial:
         """Run a quick chain on the event loop.
 
         Args:
-            data: the gathered rows. They stay as they are.
+            data: the gathered rows.
             seed: the seed of the ticket.
             queue: where the ticket stands, for the guard.
+            is_own: whether functions may change the data. If not, it stays as it is.
 
         Returns:
             The end of the chain; or, if it has not come to that, where ``run`` must go on.
@@ -177,7 +178,7 @@ class TransformChain:
         job = Job(self._guard, queue)
         start = time.perf_counter()
         try:
-            step, result = job.run(without_loop, self._run_unit, gathered, seed)
+            step, result = job.run(without_loop, self._run_unit, gathered, seed, is_own)
         except BaseException:
             job.is_over = True
             raise
@@ -268,9 +269,9 @@ class TransformChain:
             self._may_be_quick = False  # on the event loop, it would wait for the event loop
         return stretch
 
-    def _run_unit(self, progress: Partial, seed: int) -> tuple[int, Any]:
+    def _run_unit(self, progress: Partial, seed: int, is_own: bool = False) -> tuple[int, Any]:
         """Run one unit: the step after it, and what came out. That may be an awaitable, which ends it early."""
-        step, data = progress.step, self._input(progress)
+        step, data = progress.step, progress.data if is_own else self._input(progress)
         end = self._ends[step]
         if type(data) is Gathered:
             step, data = int(self._collates), self._combined(data, seed)

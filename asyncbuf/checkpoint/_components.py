@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from asyncbuf._plain.codec import encode, split
+from asyncbuf.checkpoint._freeze import MutualWaitError, is_within_any
 from asyncbuf.checkpoint.snapshot import Snapshot
-from asyncbuf.checkpoint.snapshotable import is_snapshotable
+from asyncbuf.checkpoint.snapshotable import Snapshotable, is_snapshotable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -72,14 +73,10 @@ async def capture(parts: dict[str, Any], timeout: float | None) -> dict[str, Cap
         TypeError: the ``state_dict`` of an object is async.
     """
     buffers = {name: part for name, part in parts.items() if is_snapshotable(part)}
-    freezes: dict[str, Freeze] = {}
     pending: dict[str, Awaitable[Snapshot]] = {}
     try:
         with ExitStack() as stack:
-            # In an order that all saves have in common, whatever the names are: none waits for one that waits for it.
-            for name, buffer in sorted(buffers.items(), key=lambda item: id(item[1])):
-                held = buffer.current_freeze
-                freezes[name] = held if held is not None else stack.enter_context(await buffer.freeze(timeout))
+            freezes = await _all_frozen(buffers, timeout, stack)
             # The point in time: the buffers stand still, and nothing below waits.
             for name, freeze in freezes.items():
                 pending[name] = freeze.capture()
@@ -92,6 +89,29 @@ async def capture(parts: dict[str, Any], timeout: float | None) -> dict[str, Cap
             raise snapshot
         captured[name] = _captured(name, snapshot)
     return captured
+
+
+async def _all_frozen(buffers: dict[str, Snapshotable], timeout: float | None, stack: ExitStack) -> dict[str, Freeze]:
+    """The freezes of all buffers by name. Those that are taken here end with the stack.
+
+    Raises:
+        AsyncBufError: the caller is within a freeze, and would wait for somebody who waits for the end of that.
+    """
+    is_within = is_within_any()
+    while True:
+        freezes: dict[str, Freeze] = {}
+        try:
+            # In an order that all saves have in common, whatever the names are: none waits for one that waits for it.
+            for name, buffer in sorted(buffers.items(), key=lambda item: id(item[1])):
+                held = buffer.current_freeze
+                freezes[name] = held if held is not None else stack.enter_context(await buffer.freeze(timeout))
+        except MutualWaitError:
+            # Somebody holds the one, and waits for another that was taken here: let that go, and begin again behind it.
+            if is_within:
+                raise
+            stack.close()
+        else:
+            return freezes
 
 
 def _captured(name: str, part: Any) -> Captured:

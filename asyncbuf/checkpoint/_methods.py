@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from asyncbuf._disk.directory import absolute
+from asyncbuf._runtime.arguments import absolute, flag, seconds
 from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.threads import in_thread
+from asyncbuf.checkpoint._wrong_calls import snapshot_of, state_dict_of
 from asyncbuf.checkpoint.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ class SnapshotMethods:
         Raises:
             TimeoutError: the buffer did not come to rest in time. It goes on as if nobody had asked.
             AsyncBufError: the caller is within a freeze of this buffer already.
-            ValueError: ``hold`` is not positive.
+            TypeError, ValueError: ``timeout`` is no number from 0 on, or ``hold`` is not positive.
         """
         self._check_caller("freeze")
+        timeout, hold = seconds(timeout), seconds(hold, "hold", is_positive=True)
         await self._turn()
         return await self._snapshots.freeze("freeze()", timeout, hold)
 
@@ -81,9 +83,10 @@ class SnapshotMethods:
             timeout: seconds to wait, as in ``snapshot``.
 
         Raises:
-            TimeoutError, AsyncBufError: as in ``freeze``.
+            TimeoutError, AsyncBufError, TypeError, ValueError: as in ``freeze``.
         """
         self._check_caller("frozen")
+        timeout = seconds(timeout)
         await self._turn()
         with await self._snapshots.freeze("frozen()", timeout):
             yield self
@@ -108,8 +111,10 @@ class SnapshotMethods:
         Raises:
             TimeoutError: a write, a gather or a stateful transform did not end in time.
             CheckpointError: something in the buffer cannot be saved; the message says where.
+            TypeError, ValueError: the timeout is no number from 0 on.
         """
         self._check_caller("snapshot")
+        timeout = seconds(timeout)
         await self._turn(within_frozen=True)
         return await self._snapshots.snapshot(timeout)
 
@@ -130,6 +135,7 @@ class SnapshotMethods:
             CheckpointError: something in the buffer cannot be saved, or something else than a checkpoint is there.
             TimeoutError: as in ``snapshot``.
             OSError: the file system refuses.
+            TypeError, ValueError: the path or the timeout is none.
         """
         path = absolute(path)  # the working directory may change meanwhile
         snapshot = await self.snapshot(timeout)
@@ -150,8 +156,11 @@ class SnapshotMethods:
 
         Raises:
             CheckpointError: it does not fit, or is damaged. The buffer goes on as if nothing had been tried.
+            TypeError: it is no snapshot; the message says which call takes it.
         """
         self._check_caller("restore")
+        snapshot_of(snapshot)
+        flag(elastic, "elastic")
         await self._turn()
         await self._snapshots.restore(lambda: snapshot, elastic=elastic).apply()
 
@@ -167,8 +176,11 @@ class SnapshotMethods:
 
         Raises:
             CheckpointError: it does not fit, or is damaged.
+            TypeError: as in ``restore``.
         """
         self._check_caller("prepare_restore")
+        snapshot_of(snapshot)
+        flag(elastic, "elastic")
         await self._turn()
         restore = self._snapshots.restore(lambda: snapshot, elastic=elastic)
         await restore.read()
@@ -177,6 +189,8 @@ class SnapshotMethods:
     async def load_state_dict(self, state_dict: dict[str, Any], *, elastic: bool = False) -> None:
         """``restore`` from a state dict, which stays the caller's."""
         self._check_caller("load_state_dict")
+        state_dict_of(state_dict)
+        flag(elastic, "elastic")
         await self._turn()
         await self._snapshots.restore(lambda: Snapshot.borrowed(state_dict), elastic=elastic).apply()
 
@@ -188,6 +202,7 @@ class SnapshotMethods:
             CheckpointError: as in ``restore``.
         """
         path = absolute(path)
+        flag(elastic, "elastic")
         self._check_caller("load")
         await self._turn()
         await self._snapshots.restore(lambda: Snapshot.open(path), elastic=elastic, moves=True).apply()

@@ -28,7 +28,10 @@ FORMAT = "asyncbuf.run"
 RNG = "rng"
 # How long batches that hang may hold up a restore; they are put back as tickets then.
 _SETTLE_SECONDS = 10.0
-_WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
+_WORDS = {
+    BUFFER: "a buffer (any Snapshotable, such as a ReplayBuffer)",
+    OBJECT: "an object with load_state_dict that is no buffer",
+}
 
 _logger = logging.getLogger("asyncbuf")
 

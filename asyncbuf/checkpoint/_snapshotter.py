@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._buffer_state import RestorePlan
 from asyncbuf.checkpoint._freeze import Freezer
@@ -90,8 +91,6 @@ class Snapshotter:
             timeout: seconds; None for as long as it takes.
             hold: seconds after which it goes on by itself; None for never.
         """
-        if hold is not None and not hold > 0:
-            raise ValueError(f"hold: expected a positive number of seconds, found {hold!r}")
         standing = await self.freezer.take(what, timeout)
         return self.freezer.freeze(standing, self._capture, hold)
 
@@ -152,7 +151,7 @@ class Snapshotter:
         """What is not in the arguments of the buffer, for ``unpickle``; called while it stands still."""
         state = self._state
         # Storage, writer and sampler are pickled themselves.
-        parts = {part.name: part.capture() for part in state.parts if part.name in state.fresh}
+        parts = {part.name: shielded(part.capture) for part in state.parts if part.name in state.fresh}
         return {"tickets": self._standstill.capture().cloned(), "fresh": state.fresh, "parts": parts}
 
     def unpickle(self, state: dict[str, Any]) -> None:
@@ -160,6 +159,6 @@ class Snapshotter:
         self._state.fresh = state["fresh"]
         for part in self._state.parts:
             if part.name in state["parts"]:
-                part.load(part.read(state["parts"][part.name]))
+                shielded(part.load, part.read(state["parts"][part.name]))
         self._state.table.changed()
         self._standstill.restore(state["tickets"])

@@ -18,7 +18,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._disk.directory import CheckpointWriter, absolute, is_checkpoint, remove, sweep
+from asyncbuf._disk.directory import CheckpointWriter, is_checkpoint, remove, sweep
+from asyncbuf._runtime.arguments import absolute, count, flag, seconds, shown
+from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._components import Captured, capture, is_stateful
@@ -76,17 +78,13 @@ class Checkpointer:
         rng: whether the global generators of torch, numpy and ``random`` belong to the run.
 
     Raises:
-        TypeError, ValueError: ``keep`` is not an int of at least 1.
+        TypeError, ValueError: the directory is no path, ``keep`` not an int of at least 1, or ``rng`` no bool.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, rng: bool = False) -> None:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-            raise TypeError(f"keep: expected an int or None, found {keep!r}")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep: expected at least 1, found {keep}")
-        self._directory = absolute(directory)
-        self._keep = keep
-        self._rng = rng
+        self._directory = absolute(directory, "directory")
+        self._keep = None if keep is None else count(keep, "keep", 1, example=3)
+        self._rng = flag(rng, "rng")
         self._swept = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._locks: dict[str, asyncio.Lock] = {}
@@ -142,7 +140,8 @@ class Checkpointer:
         """
         path = self.path(step)
         _check_names(parts)
-        if self._rng if rng is None else rng:
+        timeout = seconds(timeout)
+        if self._rng if rng is None else flag(rng, "rng"):
             parts[RNG] = GlobalGenerators()
         async with self._turn("capture"):
             captured = await capture(parts, timeout)
@@ -209,10 +208,14 @@ class Checkpointer:
             TypeError, ValueError: a step, name or object is none.
         """
         _check_names(objects)
+        flag(elastic, "elastic")
+        flag(partial, "partial")
+        if rng is not None:
+            flag(rng, "rng")
         for name, part in objects.items():
             if not is_snapshotable(part) and not is_stateful(part):
                 raise TypeError(
-                    f"{name}: expected a ReplayBuffer or an object with state_dict and load_state_dict, found "
+                    f"{name}: expected a buffer or an object with state_dict and load_state_dict, found "
                     f"{type(part).__name__}; plain values come back in the result"
                 )
         demanded = self._rng and not partial if rng is None else rng
@@ -248,9 +251,10 @@ class Checkpointer:
     def _turn(self, what: str) -> AbstractAsyncContextManager[None]:
         """A lock under which buffers are waited for.
 
-        Whoever is within a freeze does not take it: another one might hold it while it waits for that freeze to end.
+        Whoever is within a freeze or a transform does not take it: another one might hold it while it waits for the end
+        of that.
         """
-        return nullcontext() if is_within_any() else self._lock(what)
+        return nullcontext() if is_within_any() or current_job() is not None else self._lock(what)
 
     def _lock(self, what: str) -> asyncio.Lock:
         """A lock of the running loop, so that one object may serve one loop after the other."""
@@ -261,9 +265,14 @@ class Checkpointer:
 
 
 def _step(step: Any) -> int:
-    if isinstance(step, bool):
-        raise TypeError(f"step: expected an int, found {step!r}")
-    number = operator.index(step)
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None:
+        is_part = is_snapshotable(step) or is_stateful(step)
+        instead = ": write save(step, name=...) and restore(name=...)" if is_part else "; for example save(100, ...)"
+        raise TypeError(f"step: expected an int, found {shown(step)}{instead}")
     if number < 0:
         raise ValueError(f"step: expected at least 0, found {number}")
     return number

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute
+from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter
 from asyncbuf._plain.codec import join, split
+from asyncbuf._plain.state import check_plain
+from asyncbuf._runtime.arguments import absolute
+from asyncbuf._runtime.summary import literal, summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
 from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
@@ -35,6 +38,10 @@ class Snapshot:
     """
 
     def __init__(self, state: dict[str, Any] | None = None, storage: Frozen | None = None) -> None:
+        if state is not None and not isinstance(state, dict):
+            raise TypeError(
+                f"state: expected a dict, found {summary(state)}; Snapshot.from_state_dict takes state dicts"
+            )
         self._state = {} if state is None else state
         self._storage: Frozen = InMemoryRows(None) if storage is None else storage
 
@@ -52,6 +59,7 @@ class Snapshot:
         Raises:
             CheckpointError: it is not the state dict of a snapshot; nothing has changed.
         """
+        check_plain(checked(state_dict), "snapshot")
         borrowed = self.borrowed(copied(state_dict))
         self._state, self._storage = borrowed._state, borrowed._storage
 
@@ -190,12 +198,14 @@ def checked(state: Any) -> dict[str, Any]:
         CheckpointCorruptError: it is something else.
         CheckpointVersionError: its version is not known.
     """
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointCorruptError(f"snapshot: expected the format {FORMAT!r}, found {found!r}")
+    found = state.get("format") if isinstance(state, dict) else state
+    if not isinstance(state, dict) or type(found) is not str or found != FORMAT:
+        shown = repr(found) if type(found) is str else literal(found)
+        raise CheckpointCorruptError(f"snapshot: expected the format {FORMAT!r}, found {shown}")
     version = state.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise CheckpointVersionError(f"snapshot: expected a version from 1 to {VERSION}, found {version!r}")
+        shown = repr(version) if type(version) is str else literal(version)
+        raise CheckpointVersionError(f"snapshot: expected a version from 1 to {VERSION}, found {shown}")
     return state
 
 

@@ -8,12 +8,16 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from asyncbuf.rows import ScatteredRows
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
-    from asyncbuf.rows import RowRange
+    from asyncbuf.rows import Int64Array, RowRange
     from asyncbuf.storage._layout import Records
 
 
@@ -42,39 +46,50 @@ class Chunk:
 
 
 class ChunkVersions:
-    """Which rows were written since when, chunk by chunk: what ``Chunk.identity`` is made of.
+    """Which rows were written between which freezes, chunk by chunk: what ``Chunk.identity`` is made of.
 
     Never pickled or copied with what it is about: a copy has contents, and identities, of its own.
 
     Args:
         rows: rows of a chunk; the first chunk begins at row 0.
+
+    Attributes:
+        noted: the first row of a chunk and the row after its last one. That it is written is noted until the next
+            freeze, so that a write within it need not be.
     """
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._writes = 0
+        self._freezes = 0
         self.renew()
 
     def renew(self) -> None:
         """All contents are other ones."""
         self._token = secrets.token_hex(8)
-        self._last_write: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        self.noted = (0, 0)
 
     def wrote(self, start: int, stop: int) -> None:
-        """Rows ``start`` to ``stop - 1`` are being written."""
-        self._writes = writes = self._writes + 1
+        """Rows ``start`` to ``stop - 1`` are being written: at least one."""
         first, last = start // self.rows, (stop - 1) // self.rows
-        self._last_write[first] = writes
-        for number in range(first + 1, last + 1):
-            self._last_write[number] = writes
+        for number in range(first, last + 1):
+            self._written[number] = self._freezes + 1
+        self.noted = (last * self.rows, (last + 1) * self.rows)
+
+    def wrote_rows(self, rows: Int64Array) -> None:
+        """Some rows are being written."""
+        for number in np.unique(rows // self.rows).tolist():
+            self.wrote(number * self.rows, number * self.rows + 1)
 
     def freeze(self, count: int) -> list[str]:
         """The identities of the chunks of so many rows, as they are now."""
+        self._freezes += 1
+        self.noted = (0, 0)
         # A forked process has the same token, and writes of its own.
-        token, last = f"{self._token}-{os.getpid():x}", self._last_write
+        token, written = f"{self._token}-{os.getpid():x}", self._written
         starts = range(0, count, self.rows)
         return [
-            f"{token}-{start}-{min(start + self.rows, count)}-{last.get(number, 0)}"
+            f"{token}-{start}-{min(start + self.rows, count)}-{written.get(number, 0)}"
             for number, start in enumerate(starts)
         ]
 
@@ -141,12 +156,18 @@ class CopyOnWrite:
 
     def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
+        if type(runs) is ScatteredRows:
+            self._keep(np.unique(runs.rows[runs.rows < self._rows] // self._step).tolist())
+            return
         for run in runs:
             last = min(run.row + run.count, self._rows)
-            for segment in range(run.row // self._step, -(-last // self._step)):
-                with self._lock:
-                    if segment not in self._kept:
-                        self._kept[segment] = self._copied(segment)
+            self._keep(range(run.row // self._step, -(-last // self._step)))
+
+    def _keep(self, segments: Iterable[int]) -> None:
+        for segment in segments:
+            with self._lock:
+                if segment not in self._kept:
+                    self._kept[segment] = self._copied(segment)
 
     def segments(self, start: int, stop: int) -> Iterator[list[Records]]:
         """The kept rows of a range, segment by segment: records ``[rows]``, one per block, that nobody writes to.

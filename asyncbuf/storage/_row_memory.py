@@ -151,19 +151,18 @@ def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
     try:
         spec = spec_from_plain(meta["structure"])
         fields = tuple(
-            Field(
-                str(field["path"]),
-                dtype_named(field["dtype"]),
-                tuple(field["shape"]),
-            )
-            for field in meta["fields"]
+            Field(field["path"], dtype_named(field["dtype"]), tuple(field["shape"])) for field in meta["fields"]
         )
+        names = [field["name"] for field in meta["fields"]]
+        entries = [len(field) for field in meta["fields"]]
         count = meta["rows"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"storage: expected a description of rows, found {error!r}") from error
     sizes = [count, *(length for field in fields for length in field.shape)]
     if any(type(size) is not int or size < 0 for size in sizes) or [field.path for field in fields] != spec.paths():
         raise CheckpointCorruptError(f"storage: expected {count!r} rows of {spec}, found {[str(f) for f in fields]}")
+    if names != _names(fields) or len(meta) != 3 or any(number != 4 for number in entries):
+        raise CheckpointCorruptError(f"storage: expected a description of the fields {_names(fields)}, found {names}")
     return spec, fields, count
 
 

@@ -77,6 +77,8 @@ class Storage(ABC):
 
     Attributes:
         runs: where rows are gathered. A class attribute.
+        trusted: whether its methods may be called in the context and the torch modes of whoever happens to call. Not
+            inherited: a subclass says so itself.
 
     Args:
         capacity: number of rows.
@@ -87,6 +89,13 @@ class Storage(ABC):
     """
 
     runs: ClassVar[Runs] = Runs.ANYWHERE
+    trusted: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may do otherwise: what its base declares does not hold for it."""
+        super().__init_subclass__(**kwargs)
+        if "trusted" not in vars(cls):
+            cls.trusted = False
 
     def __init__(self, capacity: int) -> None:
         self._capacity = count(capacity, "capacity", 1)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from asyncbuf._plain.codec import decode, encode, join, split
 from asyncbuf._plain.savable import MisfitError, check_savable
+from asyncbuf._plain.state import natural
 from asyncbuf._runtime.own_memory import packed_memory
+from asyncbuf._runtime.summary import summary
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage._columns import of_items
 from asyncbuf.storage._frozen import Chunk, ChunkVersions, tensors_of
@@ -46,6 +48,8 @@ class ListStorage(Storage):
         TypeError: the capacity is not an int.
         ValueError: the capacity is not positive.
     """
+
+    trusted: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -143,8 +147,9 @@ class ListStorage(Storage):
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build the items beside the live ones."""
-        if not isinstance(meta, dict) or type(meta.get("items")) is not int:
-            raise CheckpointCorruptError(f"storage: expected a number of items, found {meta!r}")
+        if not isinstance(meta, dict) or meta.keys() != {"items"}:
+            raise CheckpointCorruptError(f"storage: expected a number of items, found {summary(meta)}")
+        natural(meta["items"], "storage: expected the number of items")
         if meta["items"] > self.capacity:
             raise CheckpointMismatchError(f"storage: expected at most {self.capacity} items, found {meta['items']}")
         items: list[Any] = []
@@ -207,7 +212,9 @@ def _items_of(chunk: dict[str, torch.Tensor]) -> list[Any]:
             raise ValueError("no structure")
         # In memory of their own: the chunk may be part of a state dict that somebody keeps.
         plain = join(json.loads(text.numpy().tobytes()), {name: tensor.clone() for name, tensor in tensors.items()})
+        if type(plain) is not list:
+            raise ValueError(f"a {type(plain).__name__} and no list")
         items = [decode(item, "item") for item in plain]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"storage: expected a chunk of items, found {error!r}") from error
     return items

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from asyncbuf._plain import tree
+from asyncbuf._runtime.arguments import flag
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
+from asyncbuf.rows import ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
 from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
@@ -46,13 +48,15 @@ class TensorStorage(Storage):
             time, but whatever saves, pickles or keeps one tensor then saves, pickles or keeps the whole block.
 
     Raises:
-        TypeError: the capacity is not an int.
+        TypeError: the capacity is not an int, or ``contiguous`` no bool.
         ValueError: the capacity is not positive.
     """
 
+    trusted: ClassVar[bool] = True
+
     def __init__(self, capacity: int, *, contiguous: bool = True) -> None:
         super().__init__(capacity)
-        self._contiguous = contiguous
+        self._contiguous = flag(contiguous, "contiguous")
         self._expected = 0
         self._rows: RowMemory | None = None
         self._filled = 0
@@ -107,15 +111,27 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
+        if type(runs) is ScatteredRows:
+            self._write_scattered(rows, arrays, runs)
+            return
+        noted, noted_end = rows.versions.noted
         for run in runs:
             start, end = run.row, run.row + run.count
-            rows.versions.wrote(start, end)
+            if start < noted or end > noted_end:
+                rows.versions.wrote(start, end)
             whole = run.count == prepared.count
             for column, array in zip(rows.columns, arrays):  # noqa: B905 (as many; looking takes time)
                 # The array of a single item may lack the leading axis.
                 column[start:end] = array if whole else array[run.item : run.item + run.count]
             if end > self._filled:
                 self._filled = end
+
+    def _write_scattered(self, rows: RowMemory, arrays: Sequence[np.ndarray[Any, Any]], runs: ScatteredRows) -> None:
+        where = runs.rows
+        rows.versions.wrote_rows(where)
+        for column, array in zip(rows.columns, arrays, strict=True):
+            column[where] = array[runs.item : runs.item + len(where)]
+        self._filled = max(self._filled, int(where[-1]) + 1)
 
     def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Leaves of prepared items: arrays ``[items, *item]`` by path, perhaps over the memory that was handed in."""

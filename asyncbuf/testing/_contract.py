@@ -14,6 +14,7 @@ import torch
 
 from asyncbuf._plain import tree
 from asyncbuf._plain.codec import decode, encode, join, split
+from asyncbuf._runtime.arguments import count, factory, seconds
 from asyncbuf.rows import NotYet
 from asyncbuf.testing.compare import difference
 
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from asyncbuf.rows import Answer
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Check what a suite was called with: functions that make something, numbers of things, and seconds.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind, or out of range.
+    """
+    for name, value in arguments.items():
+        if name.startswith("make") or name in ("factory", "items"):
+            factory(value, name)
+        elif name == "seconds":
+            seconds(value, name, is_positive=True)
+        else:
+            count(value, name, 0 if name in ("steps", "hops") else 1)
 
 
 class Contract:

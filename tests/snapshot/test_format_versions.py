@@ -107,6 +107,8 @@ async def test_parts_that_version_1_lacks_start_fresh() -> None:
             for buffer in (target, twin):
                 await buffer.load_state_dict(old)
                 state = await buffer.state_dict()
+                # All but the counters of draws, which are known from the tickets.
+                fresh["limiter"].update(drawn=3, drawn_items=9)
                 for part in LATER_PARTS:
                     assert difference(state[part], fresh[part]) is None
                 assert len(buffer) == ITEMS

@@ -412,6 +412,7 @@ async def test_counts_beyond_32_bits() -> None:
     source = await filled()
     state = await source.state_dict()
     state["writer"]["write_count"] = state["prefetch"]["next"] = state["prefetch"]["delivered"] = 2**40
+    state["prefetch"]["first"] = state["limiter"]["drawn"] = state["limiter"]["drawn_items"] = 2**40
     target = buffer_with()
     await target.load_state_dict(state)
     await target.extend(items_of(3))
