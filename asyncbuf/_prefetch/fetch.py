@@ -98,11 +98,21 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        draw = entry.ticket.draw
-        if self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload):
+        try:
+            is_made_here = self._is_made_here(entry.ticket.draw, offload)
+        except BaseException as error:
+            self.fail(entry, error)
+            if not isinstance(error, FAILURES):
+                raise
+            return
+        if is_made_here:
             self._make_here(entry)
         else:
             self._gather(entry, offload, is_urgent=is_urgent)
+
+    def _is_made_here(self, draw: Draw, offload: Offload) -> bool:
+        """Whether to gather and transform in this step."""
+        return self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload)
 
     def _make_here(self, entry: Entry) -> None:
         """Gather and transform in this step, in which the ticket was drawn: whoever draws it tells the consumers.
