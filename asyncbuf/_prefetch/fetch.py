@@ -100,36 +100,29 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        try:
-            is_made_here = self._is_made_here(entry.ticket.draw, offload)
-        except BaseException as error:
-            self.fail(entry, error)
-            if not isinstance(error, FAILURES):
-                raise
-            return
-        if is_made_here:
-            self._make_here(entry)
-        else:
+        is_quick = self._chain.quick and not entry.ticket.draw.joins
+        if not is_quick or not self._make_here(entry, offload):
             self._gather(entry, offload, is_urgent=is_urgent)
 
-    def _is_made_here(self, draw: Draw, offload: Offload) -> bool:
-        """Whether to gather and transform in this step."""
-        return self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload)
-
-    def _make_here(self, entry: Entry) -> None:
+    def _make_here(self, entry: Entry, offload: Offload) -> bool:
         """Gather and transform in this step, in which the ticket was drawn: whoever draws it tells the consumers.
 
         Transforms get the rows themselves, because the same ones can be gathered again as long as this step lasts.
+
+        Returns:
+            False if the rows are to be gathered elsewhere: then nothing has happened.
         """
         draw, chain, rows = entry.ticket.draw, self._chain, None
         try:
+            if not self._gatherer.runs_here(draw.indices.shape[0], offload):
+                return False
             rows = self._gatherer.gather(draw)
             if chain.steps:
                 after = chain.run_here(rows, entry.ticket.seed, is_own=True)
                 if not chain.is_done(after):
                     entry.keep(after._replace(data=self._gatherer.gather(draw)))
                     self._todo.put_nowait(entry)
-                    return
+                    return True
                 rows = after.data
         except BaseException as error:
             try:
@@ -139,10 +132,11 @@ class Fetcher:
                 self.fail(entry, error)
             if not isinstance(error, FAILURES):
                 raise
-            return
+            return True
         entry.ready(rows)
         if self._steps:
             self.went_on()
+        return True
 
     def _keep_rows(self, entry: Entry) -> None:
         """Gather the rows of a ticket again, for its next try, because a transform has changed them."""
