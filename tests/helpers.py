@@ -124,24 +124,32 @@ async def dismiss(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def lines_of(call: Callable[[], object]) -> int:
-    """How many lines of Python a call runs: what it costs, on a machine that is busy as on one that is not."""
-    count = 0
+class Lines:
+    """How many lines of Python run in a block: what it costs, on a machine that is busy as on one that is not."""
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
+    def __init__(self) -> None:
+        self.count = 0
 
-    before = sys.gettrace()
-    gc.disable()  # the collector may call functions of others, as it does where hypothesis is imported
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.count += event == "line"
+        return self._trace
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        gc.disable()  # the collector may call functions of others, as it does where hypothesis is imported
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
         gc.enable()
-    return count
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of Python a call runs."""
+    with Lines() as lines:
+        call()
+    return lines.count
 
 
 class Crew(contextlib.AbstractAsyncContextManager["Crew"]):
