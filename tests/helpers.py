@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import itertools
 import random
@@ -123,22 +124,32 @@ async def dismiss(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class Lines:
+    """How many lines of Python run in a block: what it costs, on a machine that is busy as on one that is not."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.count += event == "line"
+        return self._trace
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        gc.disable()  # the collector may call functions of others, as it does where hypothesis is imported
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        gc.enable()
+
+
 def lines_of(call: Callable[[], object]) -> int:
-    """How many lines of Python a call runs: what it costs, on a machine that is busy as on one that is not."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    """How many lines of Python a call runs."""
+    with Lines() as lines:
         call()
-    finally:
-        sys.settrace(before)
-    return count
+    return lines.count
 
 
 class Crew(contextlib.AbstractAsyncContextManager["Crew"]):

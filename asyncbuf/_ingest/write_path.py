@@ -75,7 +75,6 @@ class WritePath:
         self._draws = draws
         self._fail = fail
         self.last_writer = LastWriter()
-        self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
 
@@ -170,11 +169,10 @@ class WritePath:
         except BaseException as error:
             self._broken(error, "the items were written, but the writer did not take that")
         self._end(grant)
-        if self._tells_sampler:
-            try:
-                self._table.wrote(placement, event)
-            except BaseException as error:
-                self._broken(error, "the items were written, but the sampler did not take that")
+        try:
+            self._table.wrote(placement, event)
+        except BaseException as error:
+            self._broken(error, "the items were written, but the sampler did not take that")
 
     def _end(self, grant: Grant | None) -> None:
         """The items are in the table: they do not count as admitted any more."""

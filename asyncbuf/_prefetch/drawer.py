@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.gather import Gatherer
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueue, TicketQueues, Waiter
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
@@ -36,6 +37,7 @@ class Drawer:
         queues: where tickets go.
         gatherer: reads rows.
         fetcher: makes tickets into batches.
+        in_order: knows which failed ticket holds up others.
         lifecycle: that of the buffer; nothing is drawn while it is not open.
         went_on: called after each draw and each change of the table; None if nobody waits for that.
 
@@ -50,6 +52,7 @@ class Drawer:
         queues: TicketQueues,
         gatherer: Gatherer,
         fetcher: Fetcher,
+        in_order: InOrder,
         lifecycle: Lifecycle,
         went_on: Callable[[], None] | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Drawer:
         self._queues = queues
         self._gatherer = gatherer
         self._fetcher = fetcher
+        self._in_order = in_order
         self._life = lifecycle
         self._counts = queues.counts
         self._went_on = went_on
@@ -166,7 +170,7 @@ class Drawer:
 
     def retry_first(self, queue: TicketQueue) -> None:
         """Try a ticket again whose failure a consumer has seen."""
-        for entry in (queue.entries[0] if queue.entries else None, self._fetcher.stuck):
+        for entry in (queue.entries[0] if queue.entries else None, self._in_order.stuck):
             if entry is not None and entry.reported and self._life.reason is None:
                 self._counts.retries += 1
                 entry.retry()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 from asyncbuf._prefetch.queue import Entry, Stage
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from asyncbuf._prefetch.gather import Gatherer
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.offload import Offload
     from asyncbuf._prefetch.queue import TicketQueues
     from asyncbuf._prefetch.transforms import TransformChain
@@ -40,6 +41,7 @@ class Fetcher:
         threads: where sync transforms run.
         lifecycle: that of the buffer.
         missing: how many rows of a draw hold no item any more.
+        in_order: the order in which stateful transforms see tickets.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Fetcher:
         threads: Threads,
         lifecycle: Lifecycle,
         missing: Callable[[Draw], int],
+        in_order: InOrder,
     ) -> None:
         self._gatherer = gatherer
         self._chain = chain
@@ -60,15 +63,14 @@ class Fetcher:
         self._life = lifecycle
         self._missing = missing
         self._todo: asyncio.Queue[Entry] = asyncio.Queue()
-        self._in_order = _InOrder()
-        self._resting = False
+        self._in_order = in_order
         self._steps: deque[asyncio.Future[None]] = deque()
 
     def open(self) -> None:
         """Belong to the running event loop."""
         self._gatherer.open()
         self._todo = asyncio.Queue()
-        self._in_order.add(self.unseen)
+        self._in_order.add(self._in_order.dropped)
 
     async def close(self) -> None:
         """Wait for gathers and threads; the workers have ended before."""
@@ -82,7 +84,7 @@ class Fetcher:
         self._threads.abandon()
         self._gatherer.abandon()
         self._steps.clear()
-        self._in_order.is_busy = self._resting = False
+        self._in_order.is_busy = self._in_order.is_resting = False
         for entry in self._queues.entries:
             entry.gathering = False
 
@@ -98,36 +100,29 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        try:
-            is_made_here = self._is_made_here(entry.ticket.draw, offload)
-        except BaseException as error:
-            self.fail(entry, error)
-            if not isinstance(error, FAILURES):
-                raise
-            return
-        if is_made_here:
-            self._make_here(entry)
-        else:
+        is_quick = self._chain.quick and not entry.ticket.draw.joins
+        if not is_quick or not self._make_here(entry, offload):
             self._gather(entry, offload, is_urgent=is_urgent)
 
-    def _is_made_here(self, draw: Draw, offload: Offload) -> bool:
-        """Whether to gather and transform in this step."""
-        return self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload)
-
-    def _make_here(self, entry: Entry) -> None:
+    def _make_here(self, entry: Entry, offload: Offload) -> bool:
         """Gather and transform in this step, in which the ticket was drawn: whoever draws it tells the consumers.
 
         Transforms get the rows themselves, because the same ones can be gathered again as long as this step lasts.
+
+        Returns:
+            False if the rows are to be gathered elsewhere: then nothing has happened.
         """
         draw, chain, rows = entry.ticket.draw, self._chain, None
         try:
+            if not self._gatherer.runs_here(draw.indices.shape[0], offload):
+                return False
             rows = self._gatherer.gather(draw)
             if chain.steps:
                 after = chain.run_here(rows, entry.ticket.seed, is_own=True)
                 if not chain.is_done(after):
                     entry.keep(after._replace(data=self._gatherer.gather(draw)))
                     self._todo.put_nowait(entry)
-                    return
+                    return True
                 rows = after.data
         except BaseException as error:
             try:
@@ -137,10 +132,11 @@ class Fetcher:
                 self.fail(entry, error)
             if not isinstance(error, FAILURES):
                 raise
-            return
+            return True
         entry.ready(rows)
         if self._steps:
             self.went_on()
+        return True
 
     def _keep_rows(self, entry: Entry) -> None:
         """Gather the rows of a ticket again, for its next try, because a transform has changed them."""
@@ -168,11 +164,6 @@ class Fetcher:
             self._in_order.keep_dropped(entries)
             self.next_in_order()
         self.went_on()
-
-    @property
-    def unseen(self) -> list[Entry]:
-        """The dropped tickets that stateful transforms are still to see."""
-        return self._in_order.dropped
 
     def _gather_later(self, entry: Entry) -> None:
         """Gather a ticket whose gather failed in the step of its draw, if there are still items in its rows."""
@@ -237,24 +228,10 @@ class Fetcher:
 
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
-        if self._resting or self._life.reason is not None:
+        if self._life.reason is not None:
             return  # what is left stays a ticket
         if (entry := self._in_order.next()) is not None:
             self._todo.put_nowait(entry)
-
-    @property
-    def stuck(self) -> Entry | None:
-        """The failed ticket that has to be tried again or dropped before those behind it can be transformed."""
-        return self._in_order.stuck
-
-    @property
-    def changes_state(self) -> bool:
-        """Whether a stateful transform is at work: also on a dropped ticket, and in a thread that outlives the rest."""
-        return self._in_order.is_busy
-
-    def forget(self) -> None:
-        """Nobody wants the tickets that were not transformed yet."""
-        self._in_order.clear()
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -306,7 +283,7 @@ class Fetcher:
     def _tell(self) -> None:
         """Consumers, and whoever waits for a standstill, look again."""
         self.went_on()
-        self._queues.notify(is_stuck=self.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
 
     # -- standing still -----------------------------------------------------------------------------------------------
 
@@ -326,90 +303,11 @@ class Fetcher:
 
     async def rest(self) -> None:
         """Begin no stateful transform until ``end_rest``, and wait for the one that is at work."""
-        self._resting = True
-        while self.changes_state:
+        self._in_order.is_resting = True
+        while self._in_order.is_busy:
             await self.step()
 
     def end_rest(self) -> None:
         """Go on with stateful transforms."""
-        self._resting = False
+        self._in_order.is_resting = False
         self.next_in_order()
-
-
-class _InOrder:
-    """The tickets that stateful transforms have not seen yet, by number: they see one at a time, in this order.
-
-    Dropped tickets are among them.
-
-    Attributes:
-        is_busy: whether one is being transformed.
-    """
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
-        self._dropped: dict[int, Entry] = {}
-        self.is_busy = False
-        self._at_work: Entry | None = None
-
-    def add(self, entries: Iterable[Entry]) -> None:
-        """Let entries wait for their turn."""
-        last = next(reversed(self._entries), -1)
-        is_sorted = True
-        for entry in entries:
-            number = entry.ticket.number
-            is_sorted = is_sorted and number > last
-            self._entries[number] = entry
-            last = number
-        if not is_sorted:
-            self._entries = OrderedDict(sorted(self._entries.items()))
-
-    def put_back(self, entry: Entry) -> None:
-        """Let an entry that failed stand first again, if it was first before."""
-        if entry.ticket.number not in self._entries:
-            self._entries[entry.ticket.number] = entry
-            self._entries.move_to_end(entry.ticket.number, last=False)
-
-    def keep_dropped(self, entries: Iterable[Entry]) -> None:
-        """Let dropped entries keep their turns, as long as they are not settled."""
-        kept = [entry for entry in entries if not _lets_pass(entry)]
-        self._dropped = {number: entry for number, entry in self._dropped.items() if not _lets_pass(entry)}
-        self._dropped |= {entry.ticket.number: entry for entry in kept}
-        self.add([entry for entry in kept if not (self.is_busy and entry is self._at_work)])
-
-    @property
-    def dropped(self) -> list[Entry]:
-        """The dropped entries that are not settled."""
-        return [entry for entry in self._dropped.values() if not _lets_pass(entry)]
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._entries.clear()
-        self._dropped.clear()
-
-    @property
-    def _first(self) -> Entry | None:
-        while (first := next(iter(self._entries.values()), None)) is not None and _lets_pass(first):
-            self._entries.popitem(last=False)
-        return first
-
-    def next(self) -> Entry | None:
-        """The entry whose turn it is, which is busy from now on; None if there is none, or another is busy."""
-        first = self._first
-        if first is None or self.is_busy or first.stage is not Stage.GATHERED:
-            return None
-        self.is_busy, self._at_work = True, first
-        self._entries.popitem(last=False)
-        return first
-
-    @property
-    def stuck(self) -> Entry | None:
-        """The first entry, if it has failed and none is busy."""
-        first = self._first
-        return first if first is not None and first.stage is Stage.FAILED and not self.is_busy else None
-
-
-def _lets_pass(entry: Entry) -> bool:
-    """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
-    if entry.dropped and entry.stage is Stage.DRAWN:
-        return not entry.gathering  # its gather has failed before, and nobody tries that again
-    return entry.is_made or (entry.stage is Stage.FAILED and (entry.dropped or not entry.is_prefetched))

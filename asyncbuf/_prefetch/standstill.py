@@ -11,6 +11,7 @@ from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 if TYPE_CHECKING:
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.fetch import Fetcher
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.pipeline import Pipeline
     from asyncbuf._prefetch.queue import Entry, TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
@@ -37,6 +38,7 @@ class Standstill:
         drawer: draws again after a restore.
         queues: where the tickets are.
         fetcher: makes them into batches.
+        in_order: the order in which stateful transforms see them.
         gate: the history.
         lifecycle: that of the buffer.
         device_step: the step of the transforms that brings a batch to its device; None without one.
@@ -48,6 +50,7 @@ class Standstill:
         drawer: Drawer,
         queues: TicketQueues,
         fetcher: Fetcher,
+        in_order: InOrder,
         gate: HistoryGate,
         lifecycle: Lifecycle,
         device_step: int | None,
@@ -56,6 +59,7 @@ class Standstill:
         self._drawer = drawer
         self._queues = queues
         self._fetcher = fetcher
+        self._in_order = in_order
         self._gate = gate
         self._life = lifecycle
         self._device_step = device_step
@@ -82,14 +86,14 @@ class Standstill:
             deadline: by the clock of the event loop; None if there is all the time.
         """
         loop = asyncio.get_running_loop()
-        while self._life.reason is None and self._is_unsettled and self._fetcher.stuck is None:
+        while self._life.reason is None and self._is_unsettled and self._in_order.stuck is None:
             left = None if deadline is None else deadline - loop.time()
             if (left is not None and left <= 0) or not await self._fetcher.step(left):
                 break
 
     @property
     def _is_unsettled(self) -> bool:
-        return bool(self._queues.in_flight or self._fetcher.unseen)
+        return bool(self._queues.in_flight or self._in_order.dropped)
 
     async def rest(self) -> None:
         """Begin no stateful transform until ``release``, and wait for the one that is at work."""
@@ -111,7 +115,7 @@ class Standstill:
         unsettled = [entry for entry in self._queues.entries if not entry.settled]
         if not unsettled:
             return "a stateful transform that is at work"  # on a ticket that was dropped
-        also = " (a stateful transform is at work)" if self._fetcher.changes_state else ""
+        also = " (a stateful transform is at work)" if self._in_order.is_busy else ""
         return f"batch {unsettled[0].ticket.number}: {unsettled[0].stage.value}{also}"
 
     def capture(self) -> Tickets:
@@ -120,7 +124,7 @@ class Standstill:
         Raises:
             TimeoutError: a stateful transform is at work, so that its state is neither that before nor that after.
         """
-        if self._fetcher.changes_state:
+        if self._in_order.is_busy:
             raise TimeoutError("snapshot: expected stateful transforms to have ended, found one at work")
         main, counts = self._queues.main, self._queues.counts
         return Tickets(
@@ -136,7 +140,7 @@ class Standstill:
             counts.dropped,
             [
                 SavedTicket.of(entry, entry.ticket.draw.indices.numel(), is_main=entry.is_prefetched)
-                for entry in self._fetcher.unseen
+                for entry in self._in_order.dropped
             ],
         )
 
@@ -152,13 +156,13 @@ class Standstill:
             count: how many; None for all that are left.
         """
         loan.give_back(count)
-        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
 
     def restore(self, tickets: Tickets) -> None:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
         for queue in self._queues:
             queue.drop(spoken_for=True)
-        self._fetcher.forget()
+        self._in_order.clear()
         counts = self._queues.counts
         counts.drawn, counts.delivered, counts.dropped = tickets.number, tickets.delivered, tickets.dropped
         main = self._queues.main
@@ -177,5 +181,5 @@ class Standstill:
         self._fetcher.dropped(unseen)
         if self._life.reason is None:
             self._fetcher.go_on([entry for entry in self._queues.entries if not entry.settled])
-        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
         self._gate.submit(self._drawer.table_changed)

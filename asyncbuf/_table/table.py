@@ -128,9 +128,8 @@ class Table:
 
     @property
     def asks_others_to_write(self) -> bool:
-        """Whether a part that takes part in writing is not ours."""
-        listens = self.has_write_events or self._tells_rows
-        return not (self.writer.trusted and self.storage.trusted) or (listens and not self.sampler.trusted)
+        """Whether more than a writer and a storage that are ours take part in writing."""
+        return self.has_write_events or self._tells_rows or not (self.writer.trusted and self.storage.trusted)
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.

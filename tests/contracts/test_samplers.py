@@ -47,11 +47,12 @@ async def test_sound_samplers_pass(many: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.loops_in_turn
-async def test_items_and_storage_of_another_kind() -> None:
+@pytest.mark.parametrize("many", [SHORT, pytest.param(FEW, marks=pytest.mark.slow)], ids=["short", "few"])
+async def test_items_and_storage_of_another_kind(many: dict[str, Any]) -> None:
     def items(count: int, start: int) -> list[dict[str, float]]:
         return [{"value": float(number % 5)} for number in range(start, start + count)]
 
-    await check_sampler(LeaseSampler, items=items, make_storage=ListStorage, capacity=CAPACITY, **SHORT)
+    await check_sampler(LeaseSampler, items=items, make_storage=ListStorage, capacity=CAPACITY, **many)
 
 
 @pytest.mark.parametrize(("kind", "rule"), BROKEN, ids=[kind.__name__ for kind, _ in BROKEN])

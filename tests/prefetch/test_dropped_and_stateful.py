@@ -265,16 +265,23 @@ async def test_tickets_of_a_checkpoint_that_are_dropped_before_the_buffer_is_ope
     assert await end_of(target) == EXPECTED == await end_of(first)
 
 
+class Patient(CountingTransform):
+    """Lets the second batch, and those after it, wait."""
+
+    def __init__(self, go: Latch) -> None:
+        super().__init__()
+        self._go = go
+
+    async def __call__(self, data: Any) -> Any:
+        if self.seen:
+            await self._go.reached()
+        return super().__call__(data)
+
+
 async def test_a_snapshot_of_a_running_buffer_waits_for_them() -> None:
     go = Latch()
 
-    class Patient(CountingTransform):
-        async def __call__(self, data: Any) -> Any:
-            if self.seen:
-                await go.reached()
-            return super().__call__(data)
-
-    async with made(3, 1, Patient()) as buffer:
+    async with made(3, 1, Patient(go)) as buffer:
         await buffer.extend(rows(ITEMS))
         await within(buffer.sample())
         await within(buffer.flush())
@@ -290,13 +297,7 @@ async def test_a_snapshot_of_a_running_buffer_waits_for_them() -> None:
 async def test_a_restore_forgets_them(sampler: Any) -> None:
     go = Latch()
 
-    class Patient(CountingTransform):
-        async def __call__(self, data: Any) -> Any:
-            if self.seen:
-                await go.reached()
-            return super().__call__(data)
-
-    async with made(3, 1, Patient(), sampler=sampler()) as buffer:
+    async with made(3, 1, Patient(go), sampler=sampler()) as buffer:
         await buffer.extend(rows(ITEMS))
         snapshot = await buffer.snapshot()
         await within(buffer.sample())

@@ -241,7 +241,7 @@ async def test_stateful_transforms_do_not_begin_when_the_time_is_over() -> None:
         await stop.come.reached()
         freezing = crew.start(buffer.freeze(timeout=0.1))
         # Four fifths are over; then the one that is at work ends, and there are four behind it.
-        await until(lambda: "waits for batch 0" in buffer.why_blocked() and buffer._parts.fetcher._resting)
+        await until(lambda: "waits for batch 0" in buffer.why_blocked() and buffer._parts.fetcher._in_order.is_resting)
         stop.go.set()
         handle = await within(freezing)
         assert (transform.seen, buffer.stats().in_flight) == (1, 4)
