@@ -7,6 +7,7 @@ from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint._freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
+from asyncbuf.checkpoint.saving import SaveHandle, SaveProgress, SaveStage
 from asyncbuf.checkpoint.snapshot import Snapshot
 from asyncbuf.errors import (
     AsyncBufError,
@@ -19,6 +20,7 @@ from asyncbuf.errors import (
     CheckpointVersionError,
     PrefetchError,
     SchemaError,
+    SupersededError,
     WrongLoopError,
 )
 from asyncbuf.limiter import Limiter, MinSize
@@ -66,10 +68,14 @@ __all__ = [
     "Runs",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SaveHandle",
+    "SaveProgress",
+    "SaveStage",
     "SchemaError",
     "Snapshot",
     "Snapshotable",
     "Storage",
+    "SupersededError",
     "TensorStorage",
     "WriteEvent",
     "Writer",

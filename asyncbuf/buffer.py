@@ -132,24 +132,37 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     async def aclose(self, timeout: float | None = None) -> None:
         """End the background work. Whoever waits is told at once; tickets that nobody took stay for the next ``open``.
 
-        Does nothing on a buffer that is not open. Safe to call from any task, and again.
+        Then wait until saves are committed that ``save_soon`` has begun; an error of theirs is for those that await
+        them. If this call is cancelled while it waits for them, they are cancelled, too, and leave nothing behind.
+
+        Does nothing on a buffer that is not open and is not being saved. Safe to call from any task, and again.
 
         Args:
-            timeout: how long to wait for transforms that still run in threads, in seconds; None waits for them.
+            timeout: how long to wait for transforms that still run in threads, and for saves, in seconds; None waits
+                for them.
 
         Raises:
-            TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
+            TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does. Or a
+                save is still being written, and goes on.
+            AsyncBufError: the caller is within a transform, or within a freeze for whose end a save waits.
             TypeError, ValueError: the timeout is no number from 0 on.
         """
         timeout = seconds(timeout)
         self._parts.recover()
-        if self._life.is_idle:
+        saves = self._snapshots.saves
+        if self._life.is_idle and not saves.running:
             return
         self._life.check_loop()
         self._guard.check_close()
-        self._parts.background.begin_close()
-        if not await self._parts.background.closed(timeout):
-            raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
+        saves.check_caller()
+        start = asyncio.get_running_loop().time()
+        if not self._life.is_idle:
+            self._parts.background.begin_close()
+            if not await self._parts.background.closed(timeout):
+                raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
+        left = None if timeout is None else max(0.0, timeout - (asyncio.get_running_loop().time() - start))
+        if not await saves.ended(left):
+            raise TimeoutError(f"aclose: after {timeout} s a save is still being written")
 
     async def __aenter__(self) -> Self:
         """Open."""

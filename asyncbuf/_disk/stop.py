@@ -14,10 +14,34 @@ class Stop:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._is_late = False
 
-    def set(self) -> None:
-        """Give up."""
-        self._event.set()
+    def set(self) -> bool:
+        """Give up.
+
+        Returns:
+            False if it is too late for that: then nothing has happened.
+        """
+        with self._lock:
+            if not self._is_late:
+                self._event.set()
+            return not self._is_late
+
+    def too_late(self) -> None:
+        """From now on nobody gives up any more, until ``in_time``.
+
+        Raises:
+            StoppedError: it was given up.
+        """
+        with self._lock:
+            self.check()
+            self._is_late = True
+
+    def in_time(self) -> None:
+        """It may be given up again."""
+        with self._lock:
+            self._is_late = False
 
     def check(self) -> None:
         """Look.

@@ -91,19 +91,21 @@ class TensorFile:
         self.nbytes = sum(tensor.nbytes for tensor in plain.values())
         self._header = _header(self._tensors)
 
-    def write(self, file: FileIO, path: Path, stop: Stop) -> str:
+    def write(self, file: FileIO, path: Path, stop: Stop, wrote: Callable[[int], None]) -> str:
         """Write everything: its digest.
 
         Args:
             file: an empty file.
             path: where it is, for messages.
             stop: ends it early.
+            wrote: told how many bytes were written, after each piece.
         """
         digest = hashlib.sha256()
         for piece in self._pieces():
             stop.check()
             files.write(file, path, piece)
             digest.update(piece)
+            wrote(len(piece))
         return digest.hexdigest()
 
     def _pieces(self) -> Iterator[memoryview | bytearray]:

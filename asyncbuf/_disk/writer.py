@@ -24,6 +24,7 @@ from asyncbuf._disk.manifest import FILE, INDEX, MANIFEST, MANIFEST_BYTES, NAME,
 from asyncbuf._disk.pipeline import Pipeline
 from asyncbuf._disk.stop import Stop
 from asyncbuf._disk.tensor_files import TensorFile
+from asyncbuf._disk.transfer import Transfer
 from asyncbuf._runtime.arguments import absolute
 from asyncbuf.errors import CheckpointError
 
@@ -54,12 +55,18 @@ class CheckpointWriter:
         path: the directory of the checkpoint. What is there already is replaced, if it is a checkpoint.
         base: another checkpoint, whose files are used again where nothing has changed. Those of the one that is
             replaced are in any case.
+        transfer: counts the bytes.
 
     Attributes:
         base: as the argument; may be set until the writer is entered.
     """
 
-    def __init__(self, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        base: str | os.PathLike[str] | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
         self._path = self._root = self._data = absolute(path)
         self.base: Path | None = None if base is None else absolute(base)
         self._key = housekeeping.new_key()
@@ -71,6 +78,7 @@ class CheckpointWriter:
         self._held: list[Held] = []
         self._links = Links()
         self._pipeline = Pipeline()
+        self._transfer = Transfer() if transfer is None else transfer
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -167,9 +175,22 @@ class CheckpointWriter:
         if files.exists(self._root):
             housekeeping.remove_ours(self._root)
 
-    def stop(self) -> None:
-        """Give up, from another thread: what is being written ends, and so does waiting for others."""
-        self._stop.set()
+    def stop(self) -> bool:
+        """Give up, from another thread: what is being written ends, and so does waiting for others.
+
+        Returns:
+            False if it is being committed, or was: nothing has happened then.
+        """
+        return self._stop.set()
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint is in place."""
+        return self._committed
+
+    def expect(self, nbytes: int | None) -> None:
+        """Tell whoever watches how many bytes of tensors there will be; None if that is not known yet."""
+        self._transfer.total = nbytes
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -196,6 +217,7 @@ class CheckpointWriter:
             entry = self._links.link(identity, self._place(name))
             if entry is not None:
                 self._files[name] = entry
+                self._transfer.used_again(entry["bytes"])
                 return
         self._write(name, tensors(), identity)
 
@@ -213,7 +235,7 @@ class CheckpointWriter:
 
     def _write_file(self, path: Path, content: TensorFile, entry: dict[str, Any]) -> None:
         with files.create(path) as file:
-            entry["sha256"] = content.write(file, path, self._stop)
+            entry["sha256"] = content.write(file, path, self._stop, self._transfer.wrote)
             files.sync(file, path)
             found = files.status(file, path)
         entry["bytes"] = found.st_size
@@ -239,6 +261,7 @@ class CheckpointWriter:
                 raise CheckpointError(f"{name}: expected at most {manifest.LEVELS} levels, found more")
             document.end()
             self._files[name] = lines.end()
+            self._transfer.wrote(self._files[name]["bytes"])
         return {FILE: name}
 
     def _place(self, name: str) -> Path:
@@ -265,6 +288,7 @@ class CheckpointWriter:
         """
         self._stop.check()
         content = self._rendered(self.document(STATE, state))
+        self._transfer.total = self._transfer.done
         for folder in sorted(self._folders, key=lambda each: -len(each.parts)):
             files.sync_directory(folder)
         files.sync_directory(self._data)
@@ -272,8 +296,12 @@ class CheckpointWriter:
         unseen = self._root / housekeeping.unseen_name(self._key)
         self._stop.check()
         files.write_whole(unseen, content)
-        self._put(unseen, self._root)
-        if self._root != self._path:
+        if self._root == self._path:
+            # Whether it is given up is decided here, so that whoever gives it up knows what will be there.
+            self._stop.too_late()
+            self._put(unseen, self._root)
+        else:
+            self._put(unseen, self._root)
             self._move_into_place()
         self._committed = True
 
@@ -303,8 +331,11 @@ class CheckpointWriter:
         for folder in self._made:
             files.sync_directory(folder.parent)
         for _ in range(_TRIES):
-            self._stop.check()
-            if self._is_moved() or self._is_merged():
+            self._stop.too_late()
+            if self._is_moved():
+                return
+            self._stop.in_time()
+            if self._is_merged():
                 return
         raise CheckpointError(f"{self._path}: {_IN_THE_WAY}")
 
@@ -331,6 +362,7 @@ class CheckpointWriter:
         if held is None:
             return False
         self._held.append(held)
+        self._stop.too_late()
         files.rename(self._data, self._path / self._data.name)
         files.sync_directory(self._path)
         self._put(self._root / MANIFEST, self._path)

@@ -65,6 +65,7 @@ class Fetcher:
         self._todo: asyncio.Queue[Entry] = asyncio.Queue()
         self._in_order = in_order
         self._steps: deque[asyncio.Future[None]] = deque()
+        self._at_rest: list[Callable[[], None]] = []
 
     def open(self) -> None:
         """Belong to the running event loop."""
@@ -76,7 +77,7 @@ class Fetcher:
         """Wait for gathers and threads; the workers have ended before."""
         await self._gatherer.close()
         await self._threads.close()
-        self._in_order.is_busy = False
+        self._not_busy()
         self.went_on()
 
     def abandon(self) -> None:
@@ -84,6 +85,7 @@ class Fetcher:
         self._threads.abandon()
         self._gatherer.abandon()
         self._steps.clear()
+        self._at_rest.clear()
         self._in_order.is_busy = self._in_order.is_resting = False
         for entry in self._queues.entries:
             entry.gathering = False
@@ -244,7 +246,7 @@ class Fetcher:
             if not entry.dropped or self._chain.ordered:
                 await self._run(entry)
             if self._chain.ordered:
-                self._in_order.is_busy = False
+                self._not_busy()
                 self.next_in_order()
                 self._tell()
 
@@ -300,6 +302,24 @@ class Fetcher:
         self._steps.append(step)
         done, _ = await asyncio.wait({step}, timeout=seconds)
         return bool(done)
+
+    def when_at_rest(self, action: Callable[[], None]) -> None:
+        """Do something short once no stateful transform is at work, before another one begins; at once if none is.
+
+        Args:
+            action: what to do; must not raise.
+        """
+        if self._in_order.is_busy:
+            self._at_rest.append(action)
+        else:
+            action()
+
+    def _not_busy(self) -> None:
+        """A stateful transform has ended."""
+        self._in_order.is_busy = False
+        actions, self._at_rest = self._at_rest, []
+        for action in actions:
+            action()
 
     async def rest(self) -> None:
         """Begin no stateful transform until ``end_rest``, and wait for the one that is at work."""

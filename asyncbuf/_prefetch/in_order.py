@@ -55,7 +55,11 @@ class InOrder:
     @property
     def dropped(self) -> list[Entry]:
         """The dropped entries that stateful transforms are still to see."""
-        return [entry for entry in self._dropped.values() if not _lets_pass(entry)]
+        return self.unseen(self._dropped.values())
+
+    def unseen(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Those of some entries that stateful transforms are still to see."""
+        return [entry for entry in entries if not _lets_pass(entry)]
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncbuf._prefetch.queue import Loan
 from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.in_order import InOrder
@@ -28,6 +31,33 @@ class Hold(NamedTuple):
 
     loop: asyncio.AbstractEventLoop
     lock: asyncio.Lock
+
+
+class TicketsAt:
+    """The tickets that nobody had taken at a moment. How far each is, is asked for later.
+
+    Args:
+        tickets: counters of the moment, without the tickets.
+        queue: the tickets, each with the batch size of its queue and whether that is the main one.
+        unseen: those that were dropped and that stateful transforms are still to see.
+    """
+
+    def __init__(
+        self, tickets: Tickets, queue: Sequence[tuple[Entry, int, bool]], unseen: Callable[[], list[SavedTicket]]
+    ) -> None:
+        self._tickets = tickets
+        self._queue = queue
+        self._unseen = unseen
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more will become of any of them."""
+        return all(entry.settled or entry.dropped for entry, _, _ in self._queue)
+
+    def saved(self) -> Tickets:
+        """The tickets of that moment, each as far as it is now. No stateful transform may be at work."""
+        queue = [SavedTicket.of(entry, size, is_main=is_main) for entry, size, is_main in self._queue]
+        return replace(self._tickets, queue=queue, unseen=self._unseen())
 
 
 class Standstill:
@@ -126,23 +156,41 @@ class Standstill:
         """
         if self._in_order.is_busy:
             raise TimeoutError("snapshot: expected stateful transforms to have ended, found one at work")
-        main, counts = self._queues.main, self._queues.counts
-        return Tickets(
+        return self.note().saved()
+
+    def note(self) -> TicketsAt:
+        """The tickets that nobody has taken. Whoever wants them as they are must lend them in the same step."""
+        main, counts, in_order = self._queues.main, self._queues.counts, self._in_order
+        tickets = Tickets(
             counts.drawn,
             0 if main is None else main.depth,
             0 if main is None else max(0, len(main.entries) - main.depth),
-            [
-                SavedTicket.of(entry, queue.batch_size, is_main=queue is main)
-                for queue in self._queues
-                for entry in queue.entries
-            ],
+            [],
             counts.delivered,
             counts.dropped,
-            [
-                SavedTicket.of(entry, entry.ticket.draw.indices.numel(), is_main=entry.is_prefetched)
-                for entry in self._in_order.dropped
-            ],
         )
+        queue = [(entry, queue.batch_size, queue is main) for queue in self._queues for entry in queue.entries]
+        dropped = in_order.dropped
+
+        def unseen() -> list[SavedTicket]:
+            return [
+                SavedTicket.of(entry, entry.ticket.draw.indices.numel(), is_main=entry.is_prefetched)
+                for entry in in_order.unseen(dropped)
+            ]
+
+        return TicketsAt(tickets, queue, unseen)
+
+    def when_at_rest(self, action: Callable[[], None]) -> None:
+        """Do something short, which must not raise, once no stateful transform is at work; at once if none is."""
+        self._fetcher.when_at_rest(action)
+
+    async def settle_those(self, tickets: TicketsAt, deadline: float | None) -> None:
+        """Wait until each of some tickets is a batch or has failed, or the time is over, or the buffer is closed."""
+        loop = asyncio.get_running_loop()
+        while self._life.reason is None and not tickets.is_settled:
+            left = None if deadline is None else deadline - loop.time()
+            if (left is not None and left <= 0) or not await self._fetcher.step(left):
+                break
 
     def lend(self) -> Loan:
         """Withhold every ticket that was just captured from consumers, until it is copied."""

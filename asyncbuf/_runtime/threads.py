@@ -26,7 +26,7 @@ COPIERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity"
 PART_BYTES = 2 * 1024 * 1024
 
 
-async def finish(future: Future[T], on_cancel: Callable[[], None] | None = None) -> asyncio.CancelledError | None:
+async def finish(future: Future[T], on_cancel: Callable[[], object] | None = None) -> asyncio.CancelledError | None:
     """Wait for a thread, however often the waiting task is cancelled; memory that it uses is free only then.
 
     Args:
@@ -55,7 +55,7 @@ async def finish(future: Future[T], on_cancel: Callable[[], None] | None = None)
         del cancelled  # the error holds this frame, which must not hold the error
 
 
-async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
+async def in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], object] | None = None) -> T:
     """Run something long, such as writing a checkpoint, in a thread that is gone when this returns.
 
     Where no thread can be started, as at the end of the interpreter, it runs in this one.

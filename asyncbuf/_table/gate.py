@@ -88,14 +88,24 @@ class HistoryGate:
         """Number of writes that were asked for and have not begun."""
         return sum(not turn.given_up for turn in self._writers)
 
-    def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> None:
+    def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> Turn:
         """Run an action after all earlier writes; at once if there are none.
 
         Args:
             action: what to do; synchronous and short.
             exclusive: whether it must wait until no rows are being read, too.
+
+        Returns:
+            Its place, for ``withdraw``.
         """
-        self._queue.append(Turn(exclusive=exclusive, run=action))
+        turn = Turn(exclusive=exclusive, run=action)
+        self._queue.append(turn)
+        self._pump()
+        return turn
+
+    def withdraw(self, turn: Turn) -> None:
+        """Do not run an action that was submitted. Does nothing if it was run."""
+        turn.run, turn.exclusive = None, False
         self._pump()
 
     def reset(self) -> None:

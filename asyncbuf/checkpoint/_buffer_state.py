@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._table.table import Table
+    from asyncbuf.storage._frozen import Frozen
 
 # Every checkpoint has these. Other parts came later: where an older checkpoint lacks one, it starts as in a new buffer.
 _ALWAYS_SAVED = {"writer", "sampler", "transforms", "generator"}
@@ -129,18 +130,23 @@ class BufferState:
         table: storage, writer, sampler and generator.
         chain: the transforms.
         config: the settings of the buffer.
+
+    Attributes:
+        is_ordered: whether there are transforms with a state, which see the tickets in order.
     """
 
     def __init__(self, table: Table, chain: TransformChain, config: Config) -> None:
         self.table = table
         self.config = config
         self.steps = len(chain.steps)
+        self.is_ordered = bool(chain.ordered)
+        self._transforms = _Transforms(chain)
         self.parts: list[Part] = [
             *(
                 Part(name, part, {name: type(part).__name__} if name in _ALWAYS_SAVED else {})
                 for name, part in table.components()
             ),
-            _Transforms(chain),
+            self._transforms,
             _Generator(table.generator),
         ]
         self.fresh = {part.name: shielded(part.capture) for part in self.parts if part.name not in _ALWAYS_SAVED}
@@ -166,7 +172,13 @@ class BufferState:
         Raises:
             CheckpointError: a part holds something that cannot be saved.
         """
-        state = {
+        taken = self.take()
+        self.take_transforms(taken)
+        return lambda copied: taken.snapshot(tickets, copied)
+
+    def take(self) -> Taken:
+        """Take the rows and every part but the transforms, as ``capture`` does."""
+        head = {
             "format": FORMAT,
             "version": VERSION,
             "config": {
@@ -174,10 +186,35 @@ class BufferState:
                 "capacity": self.table.storage.capacity,
                 "batch_size": self.config.batch_size,
             },
-            **{part.name: shielded(part.capture) for part in self.parts},
         }
-        frozen = shielded(self.table.storage.freeze)
-        return lambda copied: Snapshot({**state, "prefetch": tickets.plain(copied)}, frozen)
+        parts = {part.name: None if part is self._transforms else shielded(part.capture) for part in self.parts}
+        return Taken(head, parts, shielded(self.table.storage.freeze))
+
+    def take_transforms(self, taken: Taken) -> None:
+        """Take the states of the transforms, none of which may be at work that has one."""
+        taken.parts[self._transforms.name] = shielded(self._transforms.capture)
+
+
+class Taken:
+    """What was taken of a buffer at one point of the history, beside its tickets.
+
+    Attributes:
+        parts: the states of its parts by name.
+    """
+
+    def __init__(self, head: dict[str, Any], parts: dict[str, Any], frozen: Frozen) -> None:
+        self.parts = parts
+        self._head = head
+        self._frozen = frozen
+
+    def snapshot(self, tickets: Tickets, copied: Callable[[], None]) -> Snapshot:
+        """All of it, with copies of the tickets.
+
+        Args:
+            tickets: those of the same moment.
+            copied: called after each.
+        """
+        return Snapshot({**self._head, **self.parts, "prefetch": tickets.plain(copied)}, self._frozen)
 
 
 class RestorePlan:

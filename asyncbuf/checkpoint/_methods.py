@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf.checkpoint._freeze import Freeze
     from asyncbuf.checkpoint._snapshotter import Restore, Snapshotter
+    from asyncbuf.checkpoint.saving import SaveHandle
 
 
 class SnapshotMethods:
@@ -148,7 +149,47 @@ class SnapshotMethods:
         # The working directory may change meanwhile.
         path, base = absolute(path), None if base is None else absolute(base)
         snapshot = await self.snapshot(timeout)
+        await self._snapshots.saves.ended_at(path)
         await snapshot.save(path, base=base)
+
+    def save_soon(
+        self,
+        path: str | os.PathLike[str],
+        timeout: float | None = None,
+        *,
+        base: str | os.PathLike[str] | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint directory of this moment, in the background.
+
+        What is saved has its place in the history like a write: everything that was asked for before this call is in
+        it, and nothing that is asked for afterwards, however long what came before takes. Writers go on as soon as that
+        place has come. Consumers get no batch that was drawn before it until it is ready and copied; so this holds them
+        up for as long as ``save`` does. With transforms that have a state, batches that are not ready at that moment
+        are saved as their tickets, and made after a restore.
+
+        Several saves to one path are written in the order of the calls, and ``save`` waits for those begun before it.
+        ``aclose`` waits for all of them.
+
+        Args:
+            path: as in ``save``.
+            timeout: seconds for the place in the history to come. When four fifths are over, batches that are not ready
+                are saved as their tickets. None waits for all of them.
+            base: as in ``save``.
+
+        Returns:
+            The handle: ``await handle`` waits until it is committed, and raises what ``save`` would have raised;
+            ``handle.progress`` says how far it is, and ``handle.cancel()`` gives it up.
+
+        Raises:
+            AsyncBufError: the caller is within a transform of the buffer.
+            RuntimeError: no event loop is running.
+            TypeError, ValueError: the path or the timeout is none.
+        """
+        path, base = absolute(path), None if base is None else absolute(base)
+        self._check_caller("save_soon")
+        timeout = seconds(timeout)
+        self._turn(within_frozen=True)  # refuses other event loops; nobody waits
+        return self._snapshots.save_soon(path, timeout, base)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

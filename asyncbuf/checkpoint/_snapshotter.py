@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._disk.writer import CheckpointWriter
+from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._buffer_state import RestorePlan
 from asyncbuf.checkpoint._freeze import Freezer
+from asyncbuf.checkpoint._requested import RequestedSnapshot
+from asyncbuf.checkpoint.saving import BackgroundSaves, SaveHandle, SaveJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from asyncbuf._prefetch.queue import Loan
     from asyncbuf._prefetch.standstill import Standstill
@@ -75,11 +80,15 @@ class Snapshotter:
 
     Attributes:
         freezer: brings the buffer to rest for that.
+        saves: those that go on in the background.
     """
 
     def __init__(self, state: BufferState, standstill: Standstill, gate: HistoryGate, guard: ReentryGuard) -> None:
         self._state = state
         self._standstill = standstill
+        self._gate = gate
+        self._guard = guard
+        self.saves = BackgroundSaves()
         self.freezer = Freezer(standstill, gate, guard)
         self._completing: set[asyncio.Task[Snapshot]] = set()
 
@@ -131,6 +140,31 @@ class Snapshotter:
         # A task that is cancelled before its first step gives nothing back.
         task.add_done_callback(lambda _: self._standstill.give_back(loan))
         return task
+
+    def save_soon(self, path: Path, timeout: float | None, base: Path | None) -> SaveHandle:
+        """Save this moment, in the background. Otherwise as ``ReplayBuffer.save_soon``."""
+        is_within = self.freezer.current is not None
+        requested = RequestedSnapshot(self._state, self._standstill, self._gate, timeout, is_now=is_within)
+        job = SaveJob(path, requested.release)
+
+        async def save() -> None:
+            snapshot = await requested.complete()
+            requested.release()
+            await self.saves.ended_at(path, before=handle)
+            await job.write(snapshot.write_alone, CheckpointWriter(path, base, job.transfer))
+
+        def check() -> None:
+            if not requested.is_taken:
+                self._check_wait()
+
+        handle = SaveHandle(job, save, check)
+        return self.saves.add(handle)
+
+    def _check_wait(self) -> None:
+        """Refuse to wait for a turn in the history that cannot come before the caller goes on."""
+        if current_job() is not None:
+            self._guard.check("await of a save")
+        self.freezer.refuse_within()
 
     def restore(self, opened: Callable[[], Snapshot], *, elastic: bool, moves: bool = False) -> Restore:
         """A snapshot on its way into the buffer.

@@ -99,10 +99,12 @@ class Snapshot:
             OSError: the file system refuses.
         """
         writer = CheckpointWriter(path, base)
-        await in_thread(self._save, writer, on_cancel=writer.stop)
+        await in_thread(self.write_alone, writer, on_cancel=writer.stop)
 
-    def _save(self, writer: CheckpointWriter) -> None:
+    def write_alone(self, writer: CheckpointWriter) -> None:
+        """Make a checkpoint that holds nothing else; blocks."""
         with writer:
+            writer.expect(self.nbytes)
             writer.commit({"buffer": self.write(writer)})
 
     @classmethod
@@ -132,6 +134,12 @@ class Snapshot:
     def contents(self) -> tuple[dict[str, Any], Frozen]:
         """State and rows as they are, in the memory of the snapshot."""
         return self._state, self._storage
+
+    @property
+    def nbytes(self) -> int | None:
+        """How many bytes its tensors have; None if only reading the rows would tell, as with items of any kind."""
+        rows: int | None = getattr(self._storage, "nbytes", None)
+        return None if rows is None else rows + nbytes_of(self._state)
 
     def write(self, writer: CheckpointWriter, prefix: str = "") -> Any:
         """Write the files of this snapshot into a checkpoint; may block.
@@ -236,6 +244,15 @@ def _written(writer: CheckpointWriter, name: str, plain: Any) -> Any:
 def _joined(reader: CheckpointReader, name: str, document: Any) -> Any:
     file = f"{name}.safetensors"
     return join(reader.document(document), reader.read(file) if reader.has(file) else {})
+
+
+def nbytes_of(plain: Any) -> int:
+    """How many bytes the tensors of plain data have; what is shared counts as often as it is written."""
+    if isinstance(plain, torch.Tensor):
+        return plain.nbytes
+    if isinstance(plain, dict):
+        return sum(map(nbytes_of, plain.values()))
+    return sum(map(nbytes_of, plain)) if isinstance(plain, list) else 0
 
 
 P = TypeVar("P")

@@ -144,6 +144,8 @@ class ChunkVersions:
 class Frozen(Protocol):
     """What ``Storage.freeze`` returns.
 
+    It may have an attribute ``nbytes``, an int: how many bytes all chunks have together, for those that watch a save.
+
     Attributes:
         meta: plain data (see ``asyncbuf._plain.codec``) that says what the chunks mean.
     """
@@ -166,6 +168,11 @@ class InMemoryRows:
     def __init__(self, meta: Any, chunks: Iterable[dict[str, torch.Tensor]] = ()) -> None:
         self.meta = meta
         self._chunks = list(chunks)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes all chunks have together."""
+        return sum(tensor.nbytes for tensors in self._chunks for tensor in tensors.values())
 
     def chunks(self) -> Iterator[Chunk]:
         """The contents; whether they are those of some storage is not known."""

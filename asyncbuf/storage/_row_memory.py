@@ -99,6 +99,7 @@ class FrozenRows:
         self._rows = rows
         self._kept = kept
         self._identities = rows.versions.freeze(count)
+        self.nbytes = count * sum(field.nbytes for field in rows.fields)
         self.meta = {
             "rows": count,
             "structure": spec_to_plain(rows.spec),
