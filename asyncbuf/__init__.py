@@ -9,6 +9,7 @@ from asyncbuf.checkpoint._freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
 from asyncbuf.checkpoint.saving import SaveHandle, SaveProgress, SaveStage
 from asyncbuf.checkpoint.snapshot import Snapshot
+from asyncbuf.checkpoint.stopping import StopSignal
 from asyncbuf.errors import (
     AsyncBufError,
     BufferClosedError,
@@ -74,6 +75,7 @@ __all__ = [
     "SchemaError",
     "Snapshot",
     "Snapshotable",
+    "StopSignal",
     "Storage",
     "SupersededError",
     "TensorStorage",

@@ -161,7 +161,12 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             if not await self._parts.background.closed(timeout):
                 raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
         left = None if timeout is None else max(0.0, timeout - (asyncio.get_running_loop().time() - start))
-        if not await saves.ended(left):
+        try:
+            is_saved = await saves.ended(left)
+        except asyncio.CancelledError:
+            await saves.cancelled()
+            raise
+        if not is_saved:
             raise TimeoutError(f"aclose: after {timeout} s a save is still being written")
 
     async def __aenter__(self) -> Self:

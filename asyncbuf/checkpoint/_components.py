@@ -54,6 +54,13 @@ class Captured(NamedTuple):
     tensors: dict[str, torch.Tensor]
     copied: list[torch.cuda.Event]
 
+    @property
+    def nbytes(self) -> int | None:
+        """How many bytes its tensors have; None if only reading them would tell."""
+        if self.snapshot is not None:
+            return self.snapshot.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def write(self, writer: CheckpointWriter, name: str) -> dict[str, Any]:
         """Write the files of the part, and let go of its tensors: what the manifest says of it. Blocks."""
         if self.snapshot is not None:

@@ -157,7 +157,8 @@ class Snapshotter:
             if not requested.is_taken:
                 self._check_wait()
 
-        handle = SaveHandle(job, save, check)
+        job.save = save
+        handle = SaveHandle(job, check)
         return self.saves.add(handle)
 
     def _check_wait(self) -> None:

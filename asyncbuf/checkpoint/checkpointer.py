@@ -16,7 +16,7 @@ import operator
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from asyncbuf._disk.housekeeping import remove
 from asyncbuf._disk.manifest import is_checkpoint
@@ -29,7 +29,9 @@ from asyncbuf.checkpoint._components import Captured, capture, is_stateful
 from asyncbuf.checkpoint._freeze import is_within_any
 from asyncbuf.checkpoint._global_generators import GlobalGenerators
 from asyncbuf.checkpoint._run_plan import FORMAT, RNG, VERSION, RunPlan
+from asyncbuf.checkpoint.saving import BackgroundSaves, SaveHandle, SaveJob
 from asyncbuf.checkpoint.snapshotable import is_snapshotable
+from asyncbuf.checkpoint.stopping import DEFAULT_SIGNALS, StopSignal
 from asyncbuf.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -38,8 +40,10 @@ from asyncbuf.errors import (
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
+    from types import TracebackType
 
 _STEP = re.compile(r"step-([0-9]{6,})")
 _LISTINGS = 5
@@ -90,6 +94,7 @@ class Checkpointer:
         self._last: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._locks: dict[str, asyncio.Lock] = {}
+        self._saves = BackgroundSaves()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -156,10 +161,7 @@ class Checkpointer:
             TypeError, ValueError: a step, name or part is none.
         """
         path = self.path(step)
-        _check_names(parts)
-        timeout = seconds(timeout)
-        if self._rng if rng is None else flag(rng, "rng"):
-            parts[RNG] = GlobalGenerators()
+        timeout = self._checked(parts, rng, timeout)
         async with self._turn("capture"):
             captured = await capture(parts, timeout, at_once=at_once)
         async with self._lock("disk"):
@@ -167,9 +169,71 @@ class Checkpointer:
             await in_thread(self._write, writer, _step(step), captured, on_cancel=writer.stop)
         return path
 
+    async def save_soon(
+        self,
+        step: int,
+        *,
+        rng: bool | None = None,
+        timeout: float | None = None,
+        at_once: bool = False,
+        **parts: Any,
+    ) -> SaveHandle:
+        """Capture everything at one point in time, as ``save`` does, and write it in the background.
+
+        This waits only until everything is captured, so that the caller may change it then; ``await handle`` waits for
+        the commit. One save is written at a time, those of ``save`` included, in the order in which they were captured.
+        Of those that were begun here and wait for that, only the newest is written: older ones give way as soon as a
+        newer one is captured, and their memory is free. So what waits is never more than one copy, however slow the
+        disk is. A call of ``save`` never gives way, and makes no other one give way.
+
+        ``await checkpointer.wait()``, or the end of ``async with checkpointer:``, waits for all of them: when the event
+        loop ends, a save that is still at work is cancelled.
+
+        Args:
+            step: as in ``save``.
+            rng: as in ``save``.
+            timeout: as in ``save``.
+            at_once: as in ``save``.
+            **parts: as in ``save``.
+
+        Returns:
+            The handle. Awaiting it raises ``SupersededError`` if a newer one came before it was written.
+
+        Raises:
+            CheckpointError, TimeoutError, TypeError, ValueError: as ``save``; nothing was begun then.
+        """
+        path = self.path(step)
+        timeout = self._checked(parts, rng, timeout)
+        async with self._turn("capture"):
+            captured = await capture(parts, timeout, at_once=at_once)
+            # No await until it is among those that wait: so the newest is the one that was captured last.
+            return self._write_soon(path, _step(step), captured)
+
+    def _write_soon(self, path: Path, step: int, captured: dict[str, Captured]) -> SaveHandle:
+        for older in self._saves.running:
+            older.give_way(path)
+        job = SaveJob(path, captured.clear)
+
+        async def save() -> None:
+            async with self._lock("disk"):
+                await job.write(self._write, CheckpointWriter(path, transfer=job.transfer), step, captured)
+
+        job.save = save
+        return self._saves.add(SaveHandle(job))
+
+    def _checked(self, parts: dict[str, Any], rng: bool | None, timeout: float | None) -> float | None:
+        """Check the arguments of a save; add the global generators, if they are wanted."""
+        _check_names(parts)
+        timeout = seconds(timeout)
+        if self._rng if rng is None else flag(rng, "rng"):
+            parts[RNG] = GlobalGenerators()
+        return timeout
+
     def _write(self, writer: CheckpointWriter, step: int, captured: dict[str, Captured]) -> None:
         writer.base = self._base(step)
+        sizes = [part.nbytes for part in captured.values()]
         with writer:
+            writer.expect(sum(filter(None, sizes)) if None not in sizes else None)
             parts = {name: part.write(writer, name) for name, part in captured.items()}
             writer.commit({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
         self._last = step
@@ -202,6 +266,63 @@ class Checkpointer:
                 remove(path)
             except OSError as error:
                 _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+
+    async def wait(self) -> None:
+        """Wait until every save that ``save_soon`` has begun is committed, or has ended otherwise.
+
+        If this wait is cancelled, the saves go on. None is lost by ending the program after it.
+
+        Raises:
+            Exception: what one has failed with that ended meanwhile and that nobody else was told of; an
+                ``ExceptionGroup`` if several have. A save that gave way or was cancelled has not failed.
+        """
+        await self._saves.ended_or_raised()
+
+    async def __aenter__(self) -> Self:
+        """Nothing has to be begun."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As ``wait``; but if this is cancelled, so are the saves. If the block has raised, their errors are logged."""
+        try:
+            if kind is None:
+                await self._saves.ended_or_raised()
+            else:
+                await self._saves.ended()
+        except asyncio.CancelledError:
+            await self._saves.cancelled()
+            raise
+
+    def on_signal(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> StopSignal:
+        """Be told of a signal that asks the program to end, in time to save once more.
+
+        ::
+
+            async with buffer, checkpointer:
+                with checkpointer.on_signal() as stop:
+                    async for batch in stop.iterate(buffer):  # ends with the signal, also while it waits
+                        ...
+                        step += 1
+                await checkpointer.save(step, buffer=buffer, ...)
+            sys.exit(stop.exit_code)  # 128 + the number of the signal, or 0
+
+        The first signal is noted, and does nothing else. A second one does what it would have done without the block:
+        with ``asyncio.run``, SIGINT cancels the task that it runs, and SIGTERM ends the process at once. So a program
+        that does not react, or whose last save takes too long, can still be ended; a checkpoint is whole or not there,
+        whatever happens.
+
+        Args:
+            signals: which ones, as numbers or ``signal.Signals``.
+
+        Returns:
+            A context manager, for ``with`` in a coroutine of the main thread.
+
+        Raises:
+            TypeError, ValueError: one is no signal.
+        """
+        return StopSignal(signals)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

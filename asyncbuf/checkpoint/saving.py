@@ -15,7 +15,7 @@ from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import AsyncBufError, SupersededError, WrongLoopError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator, Iterable
+    from collections.abc import Callable, Coroutine, Generator, Iterator
     from pathlib import Path
 
     from asyncbuf._disk.writer import CheckpointWriter
@@ -105,6 +105,7 @@ class SaveJob:
         progress: shows them.
         writer: writes it; None before that.
         error: why it has failed; None if it has not.
+        save: does it; None once it has ended.
     """
 
     def __init__(self, path: Path, release: Callable[[], None]) -> None:
@@ -113,6 +114,7 @@ class SaveJob:
         self.progress = SaveProgress(self.transfer)
         self.writer: CheckpointWriter | None = None
         self.error: Exception | None = None
+        self.save: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._release: Callable[[], None] | None = release
 
     async def write(self, function: Callable[..., object], writer: CheckpointWriter, *args: object) -> None:
@@ -136,7 +138,7 @@ class SaveJob:
         if self.progress.stage in (SaveStage.WAITING, SaveStage.WRITING):
             self.progress.moved_to(stage)
             self.error = error
-        release, self._release = self._release, None
+        release, self._release, self.save = self._release, None, None
         if release is not None:
             release()
 
@@ -152,9 +154,7 @@ class SaveHandle:
         progress: how far it has come.
     """
 
-    def __init__(
-        self, job: SaveJob, save: Callable[[], Coroutine[Any, Any, None]], check: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, job: SaveJob, check: Callable[[], None] | None = None) -> None:
         self.path: Path = job.path
         self.progress: SaveProgress = job.progress
         self._job = job
@@ -163,9 +163,7 @@ class SaveHandle:
         self._is_told = False
         self._loop = asyncio.get_running_loop()
         # What is at work in it belongs to nobody: neither to a freeze nor to a transform that the caller is within.
-        self._task = self._loop.create_task(
-            _carried_out(job, save), name="asyncbuf-save", context=contextvars.Context()
-        )
+        self._task = self._loop.create_task(_carried_out(job), name="asyncbuf-save", context=contextvars.Context())
         self._task.add_done_callback(self._has_ended)
 
     def __await__(self) -> Generator[Any, Any, Path]:
@@ -183,15 +181,9 @@ class SaveHandle:
         """
         if not self.done():
             self._check_caller()
-            self._awaiting += 1
-            try:
+            with self.watched():
                 yield from asyncio.wait({self._task}).__await__()
-            except BaseException:
-                self._awaiting -= 1
-                if self._awaiting == 0 and self.done():
-                    self._log_untold()  # it failed in the very step in which the last one gave up waiting
-                raise
-            self._awaiting -= 1
+                self._is_told = True
         if self.progress.stage is SaveStage.COMMITTED:
             return self.path
         self._is_told = True
@@ -231,24 +223,30 @@ class SaveHandle:
             self._check_caller()
             await asyncio.wait({self._task})
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """In the block, somebody waits to be told of an error, so that it is not logged; unless it is not told then."""
+        self._awaiting += 1
+        try:
+            yield
+        finally:
+            self._awaiting -= 1
+            if self._awaiting == 0 and self.done():
+                self._log_untold()
+
     def tell(self) -> Exception | None:
-        """The error of the save, which is not logged then; None if it has none, or somebody has heard of it."""
+        """The error of the save, which is not logged then; None if it has not failed, or somebody has heard of it."""
         error = None if self._is_told else self._job.error
         self._is_told = True
-        return error
+        return None if isinstance(error, SupersededError) else error
 
-    def superseded(self, by: Path) -> bool:
-        """Give way to a newer save, and let go of what was captured at once.
-
-        Returns:
-            Whether it did: it had not begun to write.
-        """
+    def give_way(self, by: Path) -> None:
+        """Let a newer save go first, if this one has not begun to write: let go of what was captured at once."""
         if self.done() or self.progress.stage is not SaveStage.WAITING:
-            return False
+            return
         error = SupersededError(f"{self.path}: it had not been written when a newer save was asked for, to {by}")
         self._job.ended(SaveStage.SUPERSEDED, error)
         self._task.cancel()
-        return True
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
         # A task that is cancelled before its first step has done nothing at all.
@@ -270,13 +268,13 @@ class SaveHandle:
         return f"<SaveHandle {self.path}, {self.progress}>"
 
 
-async def _carried_out(job: SaveJob, save: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Do a save, and note how it ended."""
+async def _carried_out(job: SaveJob) -> None:
+    """Do a save, and note how it ended. Nothing is raised: the task would keep the error, and the error all frames."""
     try:
-        await save()
+        assert job.save is not None
+        await job.save()
     except asyncio.CancelledError:
         job.ended(SaveStage.CANCELLED)
-        raise
     except Exception as error:
         job.ended(SaveStage.FAILED, detached(error))
     except BaseException as error:
@@ -329,38 +327,39 @@ class BackgroundSaves:
             handle._check_caller()
 
     async def ended(self, seconds: float | None = None) -> bool:
-        """Wait until none is left; whether that was so in time. If this wait is cancelled, so are they.
+        """Wait until none is left; whether that was so in time.
 
         Args:
             seconds: how long; None for as long as it takes.
         """
+        tasks = {handle._task for handle in self.running}
+        return not tasks or not (await asyncio.wait(tasks, timeout=seconds))[1]
+
+    async def ended_or_raised(self) -> None:
+        """Wait until none is left, and raise what those have failed with that nobody was told of."""
         handles = self.running
-        tasks = {handle._task for handle in handles}
-        if not tasks:
-            return True
-        try:
-            _, left = await asyncio.wait(tasks, timeout=seconds)
-        except asyncio.CancelledError:
+        with contextlib.ExitStack() as stack:
             for handle in handles:
-                handle.cancel()
-            await _gone(tasks)
-            raise
-        return not left
+                stack.enter_context(handle.watched())
+            await self.ended()
+            errors = [error for handle in handles if (error := handle.tell()) is not None]
+        if errors:
+            _raise_together(errors)
+
+    async def cancelled(self) -> None:
+        """Cancel all of them, and wait until they are gone, however often the caller is cancelled meanwhile."""
+        left = {handle._task for handle in self.running}
+        for handle in self.running:
+            handle.cancel()
+        while left:
+            with contextlib.suppress(asyncio.CancelledError):
+                _, left = await asyncio.wait(left)
 
 
-async def _gone(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Wait for tasks that were told to end, however often the caller is cancelled meanwhile."""
-    left = set(tasks)
-    while left:
-        with contextlib.suppress(asyncio.CancelledError):
-            _, left = await asyncio.wait(left)
-
-
-def raise_together(errors: list[Exception]) -> NoReturn:
-    """Raise what several saves have failed with."""
+def _raise_together(errors: list[Exception]) -> NoReturn:
     try:
         if len(errors) == 1:
             raise errors[0]
         raise ExceptionGroup("several saves failed", errors)
     finally:
-        errors.clear()
+        del errors  # they hold this frame, which must not hold them in turn
