@@ -293,24 +293,24 @@ class Split(NamedTuple):
 def split(plain: Any, prefix: str = "") -> Split:
     """Take the tensors out of plain data. A tensor that stands in several places is taken once."""
     tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}
+    return Split(_split(plain, prefix, {}, tensors), tensors)
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            name = names.get(id(node))
-            if name is None:
-                name = names[id(node)] = f"{prefix}{len(names)}"
-                tensors[name] = node
-            return {"$tensor": name, "grad": True} if node.requires_grad else {"$tensor": name}
-        if isinstance(node, list):
-            return [walk(item) for item in node]
-        if isinstance(node, dict):
-            return {key: walk(item) for key, item in node.items()}
-        if isinstance(node, float) and not np.isfinite(node):
-            return {"$float": str(node)}
-        return node
 
-    return Split(walk(plain), tensors)
+def _split(node: Any, prefix: str, names: dict[int, str], tensors: dict[str, torch.Tensor]) -> Any:
+    # Not a function within the other one: that would refer to itself, and keep the tensors until the collector comes.
+    if isinstance(node, torch.Tensor):
+        name = names.get(id(node))
+        if name is None:
+            name = names[id(node)] = f"{prefix}{len(names)}"
+            tensors[name] = node
+        return {"$tensor": name, "grad": True} if node.requires_grad else {"$tensor": name}
+    if isinstance(node, list):
+        return [_split(item, prefix, names, tensors) for item in node]
+    if isinstance(node, dict):
+        return {key: _split(item, prefix, names, tensors) for key, item in node.items()}
+    if isinstance(node, float) and not np.isfinite(node):
+        return {"$float": str(node)}
+    return node
 
 
 def join(document: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -260,17 +260,16 @@ P = TypeVar("P")
 
 def copied(plain: P) -> P:
     """Plain data in memory of its own; what is shared stays shared."""
-    copies: dict[int, torch.Tensor] = {}
+    return cast("P", _copied(plain, {}))
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            if id(node) not in copies:
-                copies[id(node)] = node.detach().clone().requires_grad_(node.requires_grad)
-            return copies[id(node)]
-        if isinstance(node, list):
-            return [walk(item) for item in node]
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        return node
 
-    return cast("P", walk(plain))
+def _copied(node: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        if id(node) not in copies:
+            copies[id(node)] = node.detach().clone().requires_grad_(node.requires_grad)
+        return copies[id(node)]
+    if isinstance(node, list):
+        return [_copied(item, copies) for item in node]
+    if isinstance(node, dict):
+        return {key: _copied(value, copies) for key, value in node.items()}
+    return node
