@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asyncbuf import CheckpointError, SaveHandle, SaveStage, SupersededError
+from asyncbuf.checkpoint import _components
 from asyncbuf.checkpoint import checkpointer as module
 from asyncbuf.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.helpers import Count, Run
@@ -159,7 +160,7 @@ async def test_memory_of_one_that_gives_way_is_free_at_once(
     checkpointer: Checkpointer, writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[weakref.ref[torch.Tensor]] = []
-    real = module.capture
+    real = _components.capture
 
     async def noting(*arguments: Any, **options: Any) -> dict[str, Captured]:
         captured = await real(*arguments, **options)
