@@ -10,6 +10,7 @@ import torch
 from asyncbuf._disk.reader import CheckpointReader, ReadAhead
 from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._plain.codec import join, split
+from asyncbuf._plain.layout import laid_out, layout_of
 from asyncbuf._plain.memory import check_memory
 from asyncbuf._plain.state import check_plain
 from asyncbuf._runtime.arguments import absolute
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 VERSION = 3
 FORMAT = "asyncbuf.snapshot"
 # What stands in the state of a snapshot beside the states of the parts of a buffer.
-_RESERVED = {"format", "version", "config", "prefetch", "storage"}
+_RESERVED = {"format", "version", "config", "prefetch", "storage", "layout"}
 
 
 class Snapshot:
@@ -36,7 +37,8 @@ class Snapshot:
     Holds its own copy of everything but the rows of the storage, which are kept as they were for as long as the
     snapshot lives: rows that are overwritten meanwhile are copied aside first.
 
-    Has ``state_dict`` and ``load_state_dict``, as a ``Stateful`` of ``torch.distributed.checkpoint``, and pickles.
+    Has ``state_dict`` and ``load_state_dict``, as a ``Stateful`` of ``torch.distributed.checkpoint``, which loads it by
+    ``asyncbuf.integrations.dcp``; and pickles.
     """
 
     def __init__(self, state: dict[str, Any] | None = None, storage: Frozen | None = None) -> None:
@@ -50,10 +52,14 @@ class Snapshot:
     def state_dict(self) -> dict[str, Any]:
         """Everything as plain data in memory of its own: tensors, numbers, strings, lists and dicts.
 
-        ``torch.save`` writes it, and ``torch.load`` reads it with its safe default.
+        ``torch.save`` writes it, and ``torch.load`` reads it with its safe default. ``torch.distributed.checkpoint``
+        forgets what is empty and in which order keys stand, so ``"layout"`` says it.
         """
         storage = {"meta": self._storage.meta, "chunks": list(tensors_of(self._storage))}
-        return copied({**self._state, "storage": storage})
+        state = copied({**self._state, "storage": storage})
+        if self._state:
+            state["layout"] = layout_of(state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Become the snapshot that a state dict was made from. The dict stays the caller's.
@@ -70,6 +76,7 @@ class Snapshot:
     def borrowed(cls, state_dict: Any) -> Self:
         """A snapshot that shares the memory of a state dict, for use while nobody changes that."""
         state = dict(checked(state_dict))
+        state = laid_out(state, state.pop("layout", None))
         check_memory(state, "snapshot")
         storage = state.pop("storage", None)
         if not isinstance(storage, dict) or storage.keys() != {"meta", "chunks"}:
@@ -182,6 +189,7 @@ class Snapshot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state dict over; it was read for this object alone."""
         storage = state.pop("storage")
+        state.pop("layout", None)
         self._state, self._storage = state, InMemoryRows(storage["meta"], storage["chunks"])
 
     def __repr__(self) -> str:
