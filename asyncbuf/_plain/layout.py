@@ -29,41 +29,51 @@ def _layout(node: Any) -> Any:
 
 
 def laid_out(plain: dict[str, Any], layout: Any) -> dict[str, Any]:
-    """Plain data in dicts and lists as they were. Those that are there stay as they are.
+    """Plain data in dicts and lists as they were: what was empty is there again, and keys have their order.
+
+    Where the layout says something else than the data, the data stays as it is: whoever reads it refuses it or not.
+    Dicts and lists that are given are not changed.
 
     Args:
         plain: what is left of it.
         layout: what ``layout_of`` returned; None if that is not known, and nothing is to be done.
 
     Raises:
-        CheckpointCorruptError: they do not go together.
+        CheckpointCorruptError: it is no layout.
     """
     if layout is None:
         return plain
     if not isinstance(layout, str):
         raise CheckpointCorruptError(f"snapshot: expected a layout as text, found {summary(layout)}")
     try:
-        parsed = json.loads(layout)
-        if not isinstance(parsed, dict):
-            raise CheckpointCorruptError(f"snapshot: expected the layout of a dict, found that of {summary(parsed)}")
-        found: dict[str, Any] = _laid_out(plain, parsed)
+        found = _laid_out(plain, json.loads(layout))
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"snapshot: expected a layout, found {error!r}") from error
-    return found
+    return found if isinstance(found, dict) else plain
 
 
 def _laid_out(node: Any, layout: Any) -> Any:
-    if not isinstance(layout, (dict, list)):
-        if node is _MISSING or isinstance(node, dict):
-            raise CheckpointCorruptError("snapshot: expected the values that its layout has, found one missing")
-        return node
-    if node is None or node is _MISSING:
-        node = {} if isinstance(layout, dict) else []
-    if type(node) is not type(layout) or len(node) > len(layout):
-        raise CheckpointCorruptError(f"snapshot: expected what its layout has, found {summary(node)}")
-    if isinstance(layout, list) or isinstance(node, list):
-        left = [_MISSING] * (len(layout) - len(node))
-        return [_laid_out(value, inside) for value, inside in zip([*node, *left], layout, strict=True)]
-    if unknown := sorted(map(str, node.keys() - layout.keys())):
-        raise CheckpointCorruptError(f"snapshot: expected the keys of its layout, found others: {unknown[:8]}")
-    return {key: _laid_out(node.get(key, _MISSING), inside) for key, inside in layout.items()}
+    if isinstance(layout, dict) and (node is None or node is _MISSING or isinstance(node, dict)):
+        return _dict_of(node, layout)
+    if isinstance(layout, list) and (node is None or node is _MISSING or isinstance(node, list)):
+        return _list_of(node, layout)
+    return node
+
+
+def _dict_of(node: dict[str, Any] | object, layout: dict[str, Any]) -> Any:
+    there = node if isinstance(node, dict) else {}
+    made = {key: _laid_out(there.get(key, _MISSING), inside) for key, inside in layout.items()}
+    if there is not node and any(value is _MISSING for value in made.values()):
+        return node  # it was not empty
+    return {key: value for key, value in made.items() if value is not _MISSING} | {
+        key: value for key, value in there.items() if key not in layout
+    }
+
+
+def _list_of(node: list[Any] | object, layout: list[Any]) -> Any:
+    there = node if isinstance(node, list) else []
+    left = [_MISSING] * (len(layout) - len(there))
+    made = [_laid_out(value, inside) for value, inside in zip([*there, *left], layout, strict=False)]
+    if any(value is _MISSING for value in made):
+        return node  # it had more than what is empty
+    return made + there[len(layout) :]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VERSION = 3
 FORMAT = "asyncbuf.snapshot"
 # What stands in the state of a snapshot beside the states of the parts of a buffer.
-_RESERVED = {"format", "version", "config", "prefetch", "storage", "layout"}
+_RESERVED = {"format", "version", "config", "prefetch", "storage", "layout", "scattered"}
 
 
 class Snapshot:
@@ -76,7 +76,9 @@ class Snapshot:
     def borrowed(cls, state_dict: Any) -> Self:
         """A snapshot that shares the memory of a state dict, for use while nobody changes that."""
         state = dict(checked(state_dict))
-        state = laid_out(state, state.pop("layout", None))
+        layout = state.pop("layout", None)
+        if state.pop("scattered", False):  # says who has kept the leaves alone, such as asyncbuf.integrations.dcp
+            state = laid_out(state, layout)
         check_memory(state, "snapshot")
         storage = state.pop("storage", None)
         if not isinstance(storage, dict) or storage.keys() != {"meta", "chunks"}:

@@ -48,7 +48,7 @@ class SnapshotLoadPlanner(DefaultLoadPlanner):
     def __init__(self, *names: str, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._names = names
-        self._tensors: dict[tuple[str | int, ...], torch.Tensor] = {}
+        self._values: dict[tuple[str | int, ...], Any] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -72,13 +72,14 @@ class SnapshotLoadPlanner(DefaultLoadPlanner):
                 self.state_dict[key] = _room_for(metadata.state_dict_metadata[key])
                 self.mappings[key] = path
                 if isinstance(self.state_dict[key], torch.Tensor):
-                    self._tensors[path] = self.state_dict[key]
+                    self._values[path] = self.state_dict[key]
+            self._values[name, "scattered"] = True  # empty dicts and the order of keys are still missing
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Put the tensors into their places, where they are filled."""
-        for path, tensor in self._tensors.items():
-            _put(self.original_state_dict, path, tensor)
-        self._tensors.clear()
+        for path, value in self._values.items():
+            _put(self.original_state_dict, path, value)
+        self._values.clear()
         return super().finish_plan(new_plan)
 
 

@@ -11,6 +11,7 @@ from torch.distributed import checkpoint
 
 from asyncbuf import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointMismatchError,
     ListStorage,
     ReplayBuffer,
@@ -18,6 +19,7 @@ from asyncbuf import (
     Snapshot,
     TensorStorage,
 )
+from asyncbuf._plain.layout import laid_out
 from asyncbuf.integrations.dcp import SnapshotLoadPlanner
 from tests.helpers import CountingTransform, WeightedSampler, check_same, rows, seeded, take, until
 
@@ -184,7 +186,7 @@ async def test_what_is_empty_is_put_back_and_keys_get_their_order() -> None:
     buffer = of_objects()
     async with buffer:
         state = (await snapshot_of(buffer)).state_dict()
-    without = dropped(state)
+    without = dropped(state) | {"scattered": True}
     assert "sampler" not in without
     shown = repr(without)
     await of_objects(7).load_state_dict(without)
@@ -202,21 +204,41 @@ def dropped(node: Any) -> Any:
     return node
 
 
-NO_LAYOUTS = [3, {"x": 1}, "", "3", "[" * 10**5, "{}", '{"x": {}}', '{"format": {"x": 0}}', '{"format": []}']
+NO_LAYOUTS = [3, {"x": 1}, "", "[" * 10**5, "{"]
 
 
 @pytest.mark.parametrize("layout", NO_LAYOUTS, ids=range(len(NO_LAYOUTS)))
 async def test_forged_layouts(layout: Any) -> None:
     state = await tensors().state_dict()
-    state["layout"] = layout
+    state |= {"layout": layout, "scattered": True}
     other = tensors(7)
     with pytest.raises(CheckpointCorruptError):
         await other.load_state_dict(state)
     assert other.write_count == 0
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["3", "{}", "[]", '{"format": {"x": 0}}', '{"format": [], "version": [{}]}', '{"sampler": [0], "rows": [{}]}'],
+)
+async def test_a_layout_that_says_something_else_changes_nothing(layout: str) -> None:
+    buffer, other = tensors(), tensors(7)
+    async with buffer:
+        state = (await snapshot_of(buffer)).state_dict()
+        expected = await take(buffer, 5)
+    state |= {"layout": layout, "scattered": True}
+    await other.load_state_dict(state)
+    async with other:
+        check_same(await take(other, 5), expected)
+
+
 async def test_forged_states_under_a_layout() -> None:
     changes: list[dict[str, Any]] = [{"sampler": 3}, {"more": 3}, {"prefetch": []}, {"config": None}]
     for change in changes:
-        with pytest.raises(CheckpointCorruptError):
-            await tensors(7).load_state_dict(await tensors().state_dict() | change)
+        with pytest.raises(CheckpointError):
+            await tensors(7).load_state_dict(await tensors().state_dict() | {"scattered": True} | change)
+    for part in ("config", "prefetch", "generator", "rows"):
+        state = await tensors().state_dict()
+        del state[part]
+        before = (await tensors().state_dict()).keys() - {part}
+        assert laid_out(state, state["layout"]).keys() == before
