@@ -61,7 +61,7 @@ class CheckpointWriter:
 
     def __init__(self, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
         self._path = self._root = self._data = absolute(path)
-        self.base: Path | None = None if base is None else absolute(base)
+        self.base: Path | None = None if base is None else absolute(base, "base")
         self._key = housekeeping.new_key()
         self._stop = Stop()
         self._committed = False

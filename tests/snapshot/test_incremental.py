@@ -28,7 +28,7 @@ CAPACITY = 45
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncbuf.storage._row_memory.SEGMENT_BYTES", 5 * 8)
     monkeypatch.setattr("asyncbuf.storage._row_memory.CHUNK_BYTES", ROWS * 8)
-    monkeypatch.setattr("asyncbuf.storage.list._CHUNK_ITEMS", ROWS)
+    monkeypatch.setattr("asyncbuf.storage._frozen_items._CHUNK_ITEMS", ROWS)
 
 
 def items(count: int, value: int = 0) -> Any:
