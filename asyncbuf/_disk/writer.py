@@ -16,6 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncbuf._disk import files, housekeeping, manifest
+from asyncbuf._disk.blocks import BlockMemory
 from asyncbuf._disk.documents import Document
 from asyncbuf._disk.housekeeping import Found
 from asyncbuf._disk.links import Links
@@ -71,6 +72,7 @@ class CheckpointWriter:
         self._held: list[Held] = []
         self._links = Links()
         self._pipeline = Pipeline()
+        self._memory = BlockMemory()
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -212,8 +214,8 @@ class CheckpointWriter:
         self._pipeline.add(content.nbytes, self._write_file, path, content, entry)
 
     def _write_file(self, path: Path, content: TensorFile, entry: dict[str, Any]) -> None:
-        with files.create(path) as file:
-            entry["sha256"] = content.write(file, path, self._stop)
+        with self._memory.lent(content.nbytes) as memory, files.create(path) as file:
+            entry["sha256"] = content.write(file, path, memory, self._stop)
             files.sync(file, path)
             found = files.status(file, path)
         entry["bytes"] = found.st_size
