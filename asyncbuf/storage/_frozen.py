@@ -90,9 +90,9 @@ class ChunkVersions:
             sizes: rows of each.
             identities: what stands for each.
         """
-        stops = list(itertools.accumulate(sizes))
-        known = zip([0, *stops[:-1]], stops, identities, strict=True)
-        self._loaded = {(start, stop): identity for start, stop, identity in known if identity is not None}
+        spans = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        known = zip(spans, identities, strict=True)
+        self._loaded = {span: identity for span, identity in known if identity is not None}
 
     def wrote_rows(self, rows: Int64Array) -> None:
         """Some rows are being written."""
