@@ -7,14 +7,13 @@ program still needs.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncbuf._disk import files
+from asyncbuf._disk import digests, files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +71,7 @@ class BlockFile:
         self._memory = memory
         self._stop = stop
         self._filled = 0
-        self._digest = hashlib.sha256()
+        self._digest = digests.new()
         self._is_direct = len(memory) >= _LARGE_BYTES and files.set_direct(file, True)
 
     def add(self, content: npt.NDArray[np.uint8]) -> None:

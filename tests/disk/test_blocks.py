@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from asyncbuf._disk import blocks, files
 from asyncbuf._disk.blocks import BlockFile, BlockMemory
@@ -72,7 +72,7 @@ def test_the_bytes_are_those_that_were_added(nbytes: int, tmp_path: Path, memory
         path = tmp_path / str(number)
         digest = written(files.create(path), path, content, memory, sizes)
         assert path.read_bytes() == content.tobytes()
-        assert digest == hashlib.sha256(content.tobytes()).hexdigest()
+        assert digest == blake3(content.tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
