@@ -147,7 +147,7 @@ class SnapshotMethods:
             TypeError, ValueError: the path or the timeout is none.
         """
         # The working directory may change meanwhile.
-        path, base = absolute(path), None if base is None else absolute(base)
+        path, base = absolute(path), None if base is None else absolute(base, "base")
         snapshot = await self.snapshot(timeout)
         await self._snapshots.saves.ended_at(path)
         await snapshot.save(path, base=base)
@@ -185,7 +185,7 @@ class SnapshotMethods:
             RuntimeError: no event loop is running.
             TypeError, ValueError: the path or the timeout is none.
         """
-        path, base = absolute(path), None if base is None else absolute(base)
+        path, base = absolute(path), None if base is None else absolute(base, "base")
         self._check_caller("save_soon")
         timeout = seconds(timeout)
         self._turn(within_frozen=True)  # refuses other event loops; nobody waits

@@ -161,7 +161,7 @@ class Checkpointer:
             TypeError, ValueError: a step, name or part is none.
         """
         path = self.path(step)
-        timeout = self._checked(parts, rng, timeout)
+        timeout = self._checked(parts, rng, timeout, at_once)
         async with self._turn("capture"):
             captured = await capture(parts, timeout, at_once=at_once)
         async with self._lock("disk"):
@@ -203,7 +203,7 @@ class Checkpointer:
             CheckpointError, TimeoutError, TypeError, ValueError: as ``save``; nothing was begun then.
         """
         path = self.path(step)
-        timeout = self._checked(parts, rng, timeout)
+        timeout = self._checked(parts, rng, timeout, at_once)
         async with self._turn("capture"):
             captured = await capture(parts, timeout, at_once=at_once)
             # No await until it is among those that wait: so the newest is the one that was captured last.
@@ -221,10 +221,11 @@ class Checkpointer:
         job.save = save
         return self._saves.add(SaveHandle(job))
 
-    def _checked(self, parts: dict[str, Any], rng: bool | None, timeout: float | None) -> float | None:
+    def _checked(self, parts: dict[str, Any], rng: bool | None, timeout: float | None, at_once: bool) -> float | None:
         """Check the arguments of a save; add the global generators, if they are wanted."""
         _check_names(parts)
         timeout = seconds(timeout)
+        flag(at_once, "at_once")
         if self._rng if rng is None else flag(rng, "rng"):
             parts[RNG] = GlobalGenerators()
         return timeout

@@ -7,12 +7,13 @@ import contextlib
 import operator
 import signal
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from asyncbuf._runtime.arguments import shown
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
     from types import FrameType, TracebackType
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class StopSignal:
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
+        if not isinstance(signals, Iterable):
+            raise TypeError(f"signals: expected several, such as [signal.SIGTERM], found {shown(signals)}")
         self._signals = tuple(dict.fromkeys(map(_signal, signals)))
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None
