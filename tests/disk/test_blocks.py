@@ -13,6 +13,7 @@ from blake3 import blake3
 from asyncbuf._disk import blocks, files
 from asyncbuf._disk.blocks import BlockFile, BlockMemory
 from asyncbuf._disk.stop import Stop, StoppedError
+from tests.helpers import nothing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,7 @@ def pieces(content: np.ndarray[Any, Any], sizes: list[int]) -> Iterator[np.ndarr
 
 def written(file: FileIO, path: Path, content: np.ndarray[Any, Any], memory: BlockMemory, sizes: list[int]) -> str:
     with file, memory.lent(len(content)) as lent:
-        made = BlockFile(file, path, lent, Stop())
+        made = BlockFile(file, path, lent, Stop(), nothing)
         for piece in pieces(content, sizes):
             made.add(piece)
         return made.end()
@@ -112,7 +113,7 @@ def test_a_system_without_it_writes_through_the_page_cache(
 def test_writing_ends_early(tmp_path: Path, memory: BlockMemory) -> None:
     path, stop = tmp_path / "file", Stop()
     with files.create(path) as file, memory.lent(3 * _MEMORY) as lent:
-        made = BlockFile(file, path, lent, stop)
+        made = BlockFile(file, path, lent, stop, nothing)
         made.add(content_of(_MEMORY))
         stop.set()
         with pytest.raises(StoppedError):
