@@ -176,6 +176,12 @@ def read_into(file: FileIO, path: Path, content: memoryview) -> int:
     return done
 
 
+def seek(file: FileIO, path: Path, start: int) -> None:
+    """Go to a place in a file."""
+    with _naming(path):
+        file.seek(start)
+
+
 def read_sparse(file: FileIO, path: Path, content: memoryview) -> None:
     """Fill zeroed memory from a file of which most is not on the disk, without touching the rest."""
     start = 0
