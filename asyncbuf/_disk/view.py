@@ -84,6 +84,11 @@ class CheckpointView(CheckpointReader):
         self.libraries = {str(name): str(version) for name, version in self._written_by.items()}
         self.created = 0.0 if found is None else found.st_mtime
 
+    def close(self) -> None:
+        """Be gone: the files may be removed from now on."""
+        if self._held is not None:
+            self._held.release()
+
     def usage(self, prefix: str = "") -> Usage:
         """What the files take whose names begin with something; all of them with the manifest."""
         names = [name for name in self._files if name.startswith(prefix)]
