@@ -9,7 +9,7 @@ from asyncbuf._disk.manifest import MANIFEST
 from asyncbuf._disk.pipeline import Pipeline
 from asyncbuf._disk.reader import entered, faults, listed
 from asyncbuf._disk.stop import Stop
-from asyncbuf._disk.view import PIECE_BYTES, Usage, check_is_one, usage
+from asyncbuf._disk.view import PIECE_BYTES, Usage, check_is_one, usage_of
 from asyncbuf.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def examine(path: Path, *, reads: bool) -> Examination:
     try:
         body, held = entered(path)
     except CheckpointCorruptError as error:
-        return Examination(usage([path / MANIFEST]), (str(error),))
+        return Examination(usage_of([path / MANIFEST]), (str(error),))
     data = path / body.data
     try:
         problems, table = _table(body, data)
@@ -52,7 +52,7 @@ def examine(path: Path, *, reads: bool) -> Examination:
     finally:
         if held is not None:
             held.release()
-    return Examination(usage([path / MANIFEST, *(data / name for name in table)]), tuple(problems))
+    return Examination(usage_of([path / MANIFEST, *(data / name for name in table)]), tuple(problems))
 
 
 def _table(body: Any, data: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:

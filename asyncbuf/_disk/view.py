@@ -16,6 +16,7 @@ from asyncbuf._plain.dtypes import dtype_name
 from asyncbuf.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
@@ -50,7 +51,7 @@ class Usage(NamedTuple):
 
     Attributes:
         files: how many there are.
-        nbytes: bytes of all of them.
+        nbytes: bytes of all of them; what has several names counts once.
         shared: how many of these bytes are in files that have other names elsewhere: in another checkpoint.
     """
 
@@ -92,7 +93,7 @@ class CheckpointView(CheckpointReader):
     def usage(self, prefix: str = "") -> Usage:
         """What the files take whose names begin with something; all of them with the manifest."""
         names = [name for name in self._files if name.startswith(prefix)]
-        return usage([self._data / name for name in names] + ([] if prefix else [self.path / MANIFEST]))
+        return usage_of([self._data / name for name in names] + ([] if prefix else [self.path / MANIFEST]))
 
     def tensors(self, name: str) -> dict[str, StoredTensor]:
         """Where the tensors of a file are; none, if there is no such file.
@@ -144,12 +145,21 @@ def _stored(file: str, start: int, place: Any, pairs: str | None) -> StoredTenso
     return StoredTensor(file, dtype, shape, itemsize, start, place.stop - place.start)
 
 
-def usage(paths: Iterable[Path]) -> Usage:
+def usage_of(paths: Iterable[Path]) -> Usage:
     """What files take that belong together. A name that leads nowhere takes nothing."""
-    found = [status for path in paths if (status := files.stat(path)) is not None]
-    here = Counter((status.st_dev, status.st_ino) for status in found)
-    shared = sum(status.st_size for status in found if status.st_nlink > here[status.st_dev, status.st_ino])
-    return Usage(len(found), sum(status.st_size for status in found), shared)
+    return usage(status for path in paths if (status := files.stat(path)) is not None)
+
+
+def usage(found: Iterable[os.stat_result]) -> Usage:
+    """What files take that belong together, by what is known of each name."""
+    names: Counter[tuple[int, int]] = Counter()
+    known = {}
+    for status in found:
+        key = status.st_dev, status.st_ino
+        names[key] += 1
+        known[key] = status
+    shared = sum(status.st_size for key, status in known.items() if status.st_nlink > names[key])
+    return Usage(names.total(), sum(status.st_size for status in known.values()), shared)
 
 
 def check_is_one(path: Path) -> None:
