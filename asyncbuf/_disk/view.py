@@ -125,9 +125,9 @@ class CheckpointView(CheckpointReader):
                 raise CheckpointCorruptError(f"{path}: expected {tensor.start + tensor.nbytes} bytes, found fewer")
         return content
 
-    def pieces(self, tensor: StoredTensor) -> Iterator[npt.NDArray[np.uint8]]:
-        """All bytes of a tensor, some megabytes at a time: whole elements."""
-        step = PIECE_BYTES // tensor.itemsize * tensor.itemsize
+    def pieces(self, tensor: StoredTensor, itemsize: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """All bytes of a tensor, some megabytes at a time: whole elements of so many bytes."""
+        step = max(1, PIECE_BYTES // max(1, itemsize)) * max(1, itemsize)
         for start in range(0, tensor.nbytes, step):
             yield self.read_part(tensor, start, min(start + step, tensor.nbytes))
 

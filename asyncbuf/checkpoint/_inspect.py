@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncbuf.checkpoint._components import BUFFER
-from asyncbuf.checkpoint._leaves import Leaf, item_leaves, leaves
+from asyncbuf.checkpoint._leaves import Leaf, below, item_leaves, leaves
 from asyncbuf.checkpoint._looking import BufferLook, Part, PartLook, looking_into
 
 if TYPE_CHECKING:
@@ -222,14 +222,19 @@ def _ticket(part: Part) -> TicketInfo:
     )
 
 
-def fields_of(look: BufferLook) -> Iterator[Leaf]:
-    """What an item consists of; of a storage without chunks, what it has written instead of items."""
+def fields_of(look: BufferLook, path: str = "") -> Iterator[Leaf]:
+    """What an item consists of; of a storage without chunks, what it has written instead of items.
+
+    Args:
+        look: the buffer.
+        path: what the paths of the leaves begin with.
+    """
     part = look.part("storage")
     meta = part.document
     if isinstance(meta, dict) and isinstance(meta.get("fields"), list):
         for field in meta["fields"]:
-            yield Leaf(str(field["path"]), "tensor", str(field["dtype"]), tuple(map(int, field["shape"])))
+            yield Leaf(below(path, field["path"]), "tensor", str(field["dtype"]), tuple(map(int, field["shape"])))
     elif look.chunks() and isinstance(meta, dict) and "items" in meta:
-        yield from item_leaves(look.view.tensors(look.chunks()[0]), look.read)
+        yield from item_leaves(look.view.tensors(look.chunks()[0]), look.read, path)
     elif meta is not None and not (isinstance(meta, dict) and meta.keys() == {"items"}):
-        yield from (found.leaf for found in leaves(meta, part.tensors))
+        yield from (found.leaf for found in leaves(meta, part.tensors, path))

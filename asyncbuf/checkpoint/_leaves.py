@@ -198,29 +198,35 @@ def numpy_name(dtype: Any) -> str:
 # -- items of a list --------------------------------------------------------------------------------------------------
 
 
-def item_leaves(tensors: Mapping[str, StoredTensor], read: Read) -> Iterator[Leaf]:
+def item_leaves(tensors: Mapping[str, StoredTensor], read: Read, path: str = "") -> Iterator[Leaf]:
     """What the items in a chunk of a ``ListStorage`` consist of, each kind of leaf once.
 
     Args:
         tensors: those of the chunk.
         read: reads one.
+        path: what the paths of the leaves begin with.
     """
-    if STRUCTURE in tensors and COLUMNS not in tensors:
+    if not are_columns(tensors):
         items = document(tensors[STRUCTURE], read)
         found: Iterator[Leaf] = (
             Leaf(each.leaf.path, each.leaf.kind, each.leaf.dtype, each.leaf.shape)
-            for each in leaves(items[0] if items else [], tensors)
+            for each in leaves(items[0] if items else [], tensors, path)
         )
     else:
-        found = _Outline(tensors, read).of(document(tensors[COLUMNS], read)["column"], "")
+        found = _Outline(tensors, read).of(document(tensors[COLUMNS], read)["column"], path)
     yield from dict.fromkeys(found)
 
 
 def item_count(tensors: Mapping[str, StoredTensor], read: Read) -> int:
     """How many items are in a chunk of a ``ListStorage``."""
-    if STRUCTURE in tensors and COLUMNS not in tensors:
+    if not are_columns(tensors):
         return len(document(tensors[STRUCTURE], read))
     return int(document(tensors[COLUMNS], read)["items"])
+
+
+def are_columns(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a chunk of a ``ListStorage`` is written in columns, and not item by item as it once was."""
+    return COLUMNS in tensors or STRUCTURE not in tensors
 
 
 def document(tensor: StoredTensor, read: Read) -> Any:
