@@ -50,6 +50,7 @@ def _escaped(letter: str) -> str:
 
 
 def _show_with_rich(report: Report) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -59,7 +60,7 @@ def _show_with_rich(report: Report) -> None:
         if not isinstance(block, Table):
             console.print(Text(one_line(block)))
             continue
-        table: Any = RichTable(title=Text(block.title), title_justify="left", header_style="bold")
+        table: Any = RichTable(title=Text(block.title), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
         for name in block.header:
             table.add_column(name, overflow="fold")
         for row in block.rows:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # How many rows a table has unless all are asked for.
 _MOST_ROWS = 20
+_MOST_NUMBERS = 8
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 _COMPUTED = ("is_sound", "is_same", "is_prepared", "own_nbytes")
 
@@ -68,6 +69,10 @@ def _size(nbytes: float) -> str:
         if nbytes < 999.5 or unit == _UNITS[-1]:
             break
     return f"{nbytes:.3g} {unit}"
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _age(seconds: float) -> str:
@@ -124,10 +129,10 @@ def _shared(nbytes: int) -> str:
 def _about(part: PartInfo) -> str:
     if part.buffer is not None:
         rows = "?" if part.buffer.rows is None else part.buffer.rows
-        return f"{rows} of {part.buffer.capacity} rows, {len(part.buffer.queue)} tickets in the queue"
+        return f"{rows} of {part.buffer.capacity} rows, {_number(len(part.buffer.queue), 'ticket', 'tickets')}"
     if len(part.leaves) == 1:
         return part.leaves[0].described
-    return f"{len(part.leaves)} leaves"
+    return _number(len(part.leaves), "leaf", "leaves")
 
 
 def _leaf_rows(leaves: Iterable[Leaf]) -> list[tuple[str, ...]]:
@@ -137,8 +142,8 @@ def _leaf_rows(leaves: Iterable[Leaf]) -> list[tuple[str, ...]]:
 def _buffer(name: str, buffer: BufferInfo, *, everything: bool) -> Iterator[Table]:
     rows = _words(
         ("storage", buffer.storage),
-        ("writer", buffer.writer),
-        ("sampler", buffer.sampler),
+        ("writer", _with_state(buffer.writer, "writer", buffer)),
+        ("sampler", _with_state(buffer.sampler, "sampler", buffer)),
         ("limiter", buffer.limiter),
         ("capacity", buffer.capacity),
         ("rows", buffer.rows),
@@ -151,12 +156,21 @@ def _buffer(name: str, buffer: BufferInfo, *, everything: bool) -> Iterator[Tabl
     )
     yield Table(name, ("setting", "value"), rows)
     yield from _some(f"{name}: an item", ("leaf", "contents"), _leaf_rows(buffer.fields), everything=everything)
-    yield from _some(f"{name}: state", ("leaf", "contents"), _leaf_rows(buffer.state), everything=everything)
+    if everything:
+        yield from _some(f"{name}: state", ("leaf", "contents"), _leaf_rows(buffer.state), everything=True)
     tickets = [
         (str(ticket.number), str(ticket.rows), ticket.stage, "-" if ticket.epoch is None else str(ticket.epoch))
         for ticket in buffer.queue
     ]
     yield from _some(f"{name}: queue", ("ticket", "rows", "made so far", "epoch"), tickets, everything=everything)
+
+
+def _with_state(kind: str, part: str, buffer: BufferInfo) -> str:
+    """A class, and the numbers that it goes on with."""
+    known = [leaf for leaf in buffer.state if leaf.path.startswith(f"{part}/") and leaf.value is not None]
+    shown = [f"{leaf.path.removeprefix(f'{part}/')}={leaf.value}" for leaf in known[:_MOST_NUMBERS]]
+    shown += ["..."] if len(known) > _MOST_NUMBERS else []
+    return f"{kind} ({', '.join(shown)})" if shown else kind
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
@@ -184,8 +198,8 @@ def of_difference(found: Difference, *, everything: bool) -> Iterator[str | Tabl
 
 
 def _differing(part: PartDifference) -> str:
-    words = [f"{len(part.settings)} settings"] if part.settings else []
-    words += [f"{len(part.leaves)} leaves"] if part.leaves else []
+    words = [_number(len(part.settings), "setting", "settings")] if part.settings else []
+    words += [_number(len(part.leaves), "leaf", "leaves")] if part.leaves else []
     rows = part.rows
     if rows is not None and not rows.is_same:
         changed = "others not to be compared" if rows.changed is None else f"{rows.changed} changed"

@@ -142,26 +142,37 @@ def _buffer(name: str, a: BufferLook, b: BufferLook) -> PartDifference:
         for key in dict.fromkeys([*a.config, *b.config])
         if a.config.get(key) != b.config.get(key)
     )
-    found = tuple(_Comparison(a.view, b.view).of(_state(a), _state(b)))
+    comparison = _Comparison(a.view, b.view)
+    found = (*comparison.of(_state(a), _state(b)), *_tickets(comparison, a, b))
     rows = compare_rows(a, b)
     is_same = not settings and not found and rows.is_same
     return PartDifference(name, BUFFER, SAME if is_same else DIFFERS, settings, found, rows)
 
 
 def _state(look: BufferLook) -> Iterator[Found]:
-    """Everything of a buffer but its rows; tickets by their numbers."""
+    """Everything of a buffer but its rows and its queue."""
     for name in look.names:
         yield from leaves(*look.part(name), name)
-    meta = look.part("storage")
-    if look.chunks() or not meta.tensors:
+    meta = look.meta()
+    if meta.fields is not None or meta.are_items:
         yield from (Found(leaf, str(leaf)) for leaf in fields_of(look, "item"))
     else:
         yield from leaves(*meta, "storage")
     for key, value in look.prefetch.items():
         if key not in ("queue", "version"):
             yield from leaves(value, {}, f"prefetch/{key}")
-    for ticket in look.tickets():
-        yield from leaves(*ticket, f"prefetch/{ticket.document['number']}")
+
+
+def _tickets(comparison: _Comparison, a: BufferLook, b: BufferLook) -> Iterator[LeafDifference]:
+    """What differs in the tickets of the queues, by their numbers."""
+    first, second = ({int(ticket.document["number"]): ticket for ticket in look.tickets()} for look in (a, b))
+    for number in sorted({*first, *second}):
+        path, one, other = f"prefetch/{number}", first.get(number), second.get(number)
+        if one is not None and other is not None:
+            yield from comparison.of(leaves(*one, path), leaves(*other, path))
+        else:
+            found = Leaf(path, "ticket")
+            yield LeafDifference(path, found if one else None, found if other else None, None, None)
 
 
 class _Elements(NamedTuple):

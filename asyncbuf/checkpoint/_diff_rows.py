@@ -107,14 +107,13 @@ class _Rows:
 
     def __init__(self, look: BufferLook) -> None:
         self.look = look
-        meta = look.part("storage").document
-        self.are_items = isinstance(meta, dict) and "items" in meta and "fields" not in meta
-        found = meta["fields"] if isinstance(meta, dict) and "fields" in meta else []
+        meta = look.meta()
+        self.are_items = meta.are_items
         self.fields = {
             str(each["name"]): Leaf(str(each["path"]), "tensor", str(each["dtype"]), tuple(each["shape"]))
-            for each in found
+            for each in meta.fields or ()
         }
-        is_known = meta is None or self.are_items or bool(self.fields)
+        is_known = meta.document is None or self.are_items or bool(self.fields)
         self.chunks = list(self._chunks()) if is_known else []
         self._starts = [chunk.start for chunk in self.chunks]
         self.count = self._count() if is_known else look.part("writer").number("size") or 0

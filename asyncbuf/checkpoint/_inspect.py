@@ -229,12 +229,12 @@ def fields_of(look: BufferLook, path: str = "") -> Iterator[Leaf]:
         look: the buffer.
         path: what the paths of the leaves begin with.
     """
-    part = look.part("storage")
-    meta = part.document
-    if isinstance(meta, dict) and isinstance(meta.get("fields"), list):
-        for field in meta["fields"]:
+    meta = look.meta()
+    if meta.fields is not None:
+        for field in meta.fields:
             yield Leaf(below(path, field["path"]), "tensor", str(field["dtype"]), tuple(map(int, field["shape"])))
-    elif look.chunks() and isinstance(meta, dict) and "items" in meta:
-        yield from item_leaves(look.view.tensors(look.chunks()[0]), look.read, path)
-    elif meta is not None and not (isinstance(meta, dict) and meta.keys() == {"items"}):
-        yield from (found.leaf for found in leaves(meta, part.tensors, path))
+    elif meta.are_items:
+        for chunk in look.chunks()[:1]:
+            yield from item_leaves(look.view.tensors(chunk), look.read, path)
+    elif meta.document is not None:
+        yield from (found.leaf for found in leaves(*meta, path))

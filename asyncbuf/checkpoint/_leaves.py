@@ -39,7 +39,8 @@ class Leaf:
         path: where it stands, such as ``state/layer.weight``. ``[]`` stands for any element of a list, ``{}`` for any
             value of a dict, ``<Name>`` for a registered type; ``.`` is a lone leaf.
         kind: ``tensor``, ``array`` or ``scalar`` (of numpy), ``bool``, ``int``, ``float``, ``complex``, ``str``,
-            ``bytes``, ``bytearray``, ``none``, ``dtype``, ``device``; ``list`` or ``dict`` of what is shown no further.
+            ``bytes``, ``bytearray``, ``none``, ``dtype``, ``device``; ``list``, ``dict``
+            or ``ticket`` for what is shown no further.
         dtype: of a tensor, array or scalar, such as ``float32``; None if it is not the same for all.
         shape: likewise; of a field of items that of one item.
         value: a number or text, in short; None for everything else.

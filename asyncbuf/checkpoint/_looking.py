@@ -131,6 +131,25 @@ class Part(NamedTuple):
         return self.tensors.get(key) if isinstance(key, str) else None
 
 
+class Meta(Part):
+    """What a storage has written beside its chunks."""
+
+    @property
+    def fields(self) -> list[dict[str, Any]] | None:
+        """The fields of a ``TensorStorage``; None of any other."""
+        meta = self.document
+        if not isinstance(meta, dict) or meta.keys() != {"rows", "fields", "structure"}:
+            return None
+        found: list[dict[str, Any]] = meta["fields"]
+        return found
+
+    @property
+    def are_items(self) -> bool:
+        """Whether the chunks are those of a ``ListStorage``."""
+        meta = self.document
+        return isinstance(meta, dict) and meta.keys() == {"items"} and type(meta["items"]) is int
+
+
 class BufferLook(NamedTuple):
     """A snapshot of a buffer.
 
@@ -178,6 +197,10 @@ class BufferLook(NamedTuple):
     def chunks(self) -> list[str]:
         """The files of the rows, in order."""
         return self.view.names(f"{self.prefix}storage")
+
+    def meta(self) -> Meta:
+        """What the storage has written beside its chunks."""
+        return Meta(*self.part("storage"))
 
     def read(self, tensor: StoredTensor) -> npt.NDArray[np.uint8]:
         """All bytes of a tensor, which is taken to be small."""
