@@ -155,7 +155,8 @@ def _state(look: BufferLook) -> Iterator[Found]:
         yield from leaves(*look.part(name), name)
     meta = look.meta()
     if meta.fields is not None or meta.are_items:
-        yield from (Found(leaf, str(leaf)) for leaf in fields_of(look, "item"))
+        # In an order of their own: items of a list may be of several kinds, of which any may be the first.
+        yield from (Found(leaf, str(leaf)) for leaf in sorted(fields_of(look, "item"), key=str))
     else:
         yield from leaves(*meta, "storage")
     for key, value in look.prefetch.items():

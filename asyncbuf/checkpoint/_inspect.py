@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
+_STAGES = {None: "batch", -1: "ticket", 0: "gathered"}
+
 
 @dataclass(frozen=True, slots=True)
 class TicketInfo:
@@ -22,7 +24,8 @@ class TicketInfo:
     Attributes:
         number: number of the ticket.
         rows: how many rows it has.
-        stage: ``"batch"`` if it is finished, ``"ticket"`` if its rows were not gathered, else ``"after N steps"``.
+        stage: ``"ticket"`` if its rows were not gathered, ``"gathered"``, ``"after N steps"`` (of collating and
+            transforms), or ``"batch"`` if it is finished.
         epoch: number of its pass; None without passes.
     """
 
@@ -217,7 +220,7 @@ def _ticket(part: Part) -> TicketInfo:
     return TicketInfo(
         number=int(ticket["number"]),
         rows=int(ticket["batch_size"]) if indices is None else indices.shape[0],
-        stage="batch" if step is None else "ticket" if step < 0 else f"after {step} steps",
+        stage=_STAGES.get(step, f"after {step} steps"),
         epoch=ticket["epoch"],
     )
 

@@ -254,7 +254,9 @@ class _Outline:
             yield Leaf(here, "list")
             return
         tag = next(iter(node))
-        if tag in ("list", "tuple"):
+        if tag in ("list", "tuple", "map") and node[tag] is None:  # all of them are empty
+            yield Leaf(here, "dict" if tag == "map" else tag)
+        elif tag in ("list", "tuple"):
             yield from self.of(node[tag], f"{path}[]")
         elif tag == "map":
             yield from self.of(node[tag], f"{path}{{}}")
