@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -346,4 +345,3 @@ def test_names_are_there_when_asked_for() -> None:
         assert getattr(asyncbuf.checkpoint, name).__doc__
     with pytest.raises(AttributeError, match="nothing"):
         _ = asyncbuf.checkpoint.nothing
-    assert sys.modules["asyncbuf.checkpoint._inspect"]
