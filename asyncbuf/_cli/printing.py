@@ -28,11 +28,11 @@ def show(report: Report) -> None:
 
 def plain_lines(report: Report) -> Iterator[str]:
     """A report as plain text."""
-    for block in report:
+    for number, block in enumerate(report):
         if isinstance(block, str):
             yield one_line(block)
             continue
-        yield from ("", block.title)
+        yield from ("", block.title) if number else (block.title,)
         lines = [[one_line(cell) for cell in row] for row in (block.header, *block.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:

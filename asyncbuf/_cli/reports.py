@@ -118,7 +118,7 @@ def of_info(info: CheckpointInfo, *, everything: bool) -> Iterator[str | Table]:
     for part in info.parts:
         if part.buffer is not None:
             yield from _buffer(part.name, part.buffer, everything=everything)
-        else:
+        elif len(part.leaves) > 1:
             yield from _some(part.name, ("leaf", "contents"), _leaf_rows(part.leaves), everything=everything)
 
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 1 << 16
 # More rows than bytes there can only be where a row has none, and nobody stores so many of those.
-_MOST_EMPTY_ROWS = 1 << 27
+_MOST_EMPTY_ROWS = 1 << 22
+# What is believed of a storage whose files say nothing of rows.
+_MOST_UNSEEN_ROWS = 1 << 27
 _RING = "RoundRobinWriter"
 _BY_NUMBER, _BY_ROW = "item number", "row"
 
@@ -118,8 +120,9 @@ class _Rows:
         self._starts = [chunk.start for chunk in self.chunks]
         self.count = self._count() if is_known else look.part("writer").number("size") or 0
         nbytes = sum(tensor.nbytes for chunk in self.chunks for tensor in chunk.tensors.values())
-        if self.count > max(nbytes, _MOST_EMPTY_ROWS):
-            raise CheckpointCorruptError(f"storage: expected at most {nbytes} rows, found {self.count}")
+        most = max(nbytes, _MOST_EMPTY_ROWS if is_known else _MOST_UNSEEN_ROWS)
+        if self.count > most:
+            raise CheckpointCorruptError(f"storage: expected at most {most} rows, found {self.count}")
         self.items = ItemReader(look)
 
     def _count(self) -> int:

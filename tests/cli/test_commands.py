@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,7 @@ from asyncbuf._disk.manifest import MANIFEST
 from tests.checkpoint.looks import damage, list_ring, listed, make_chunks_small, numbered, ring, run_of
 from tests.version_1.test_version_1 import DATA
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +141,7 @@ async def test_list_and_prune(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     checkpointer = await run_of(tmp_path, 4)
     status, out, _ = run(capsys, "list", tmp_path)
     assert status == 0
-    assert [line.split()[0] for line in out.splitlines()[3:]] == ["4", "3", "2", "1"]
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["4", "3", "2", "1"]
     damage(checkpointer.path(1), "truncate")
     status, out, _ = run(capsys, "list", tmp_path)
     assert status == 1
@@ -281,3 +282,39 @@ async def test_a_file_system_that_refuses(
     status, _, err = run(capsys, "inspect", tmp_path / "a")
     assert status == 2
     assert err == f"asyncbuf: [Errno 13] Permission denied: '{tmp_path / 'a'}'\n"
+
+
+def keys_of(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(keys_of, value))
+    if not isinstance(value, dict):
+        return set()
+    children = [keys_of(child) for key, child in value.items() if key != "libraries"]
+    return set(value).union(*children)
+
+
+async def test_every_key_is_documented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = ring(prefetch=1)
+    other = ring(sampler=SamplerWithoutReplacement())
+    async with buffer, other:
+        await buffer.extend(numbered(10))
+        await other.extend(numbered(10, 1))
+        await buffer.sample()
+        one = await Checkpointer(tmp_path).save(1, buffer=buffer, value=[1])
+        two = await Checkpointer(tmp_path).save(2, buffer=other, value=[2])
+    documented = set(
+        re.findall(r"`(\w+)`", (ROOT / "docs" / "inspecting.md").read_text("utf-8").partition("## JSON")[2])
+    )
+    commands: list[tuple[object, ...]] = [
+        ("inspect", one),
+        ("verify", one, tmp_path / "nothing"),
+        ("diff", one, two),
+        ("list", tmp_path),
+        ("prune", tmp_path, "--keep", 1),
+    ]
+    seen: set[str] = set()
+    for command in commands:
+        found = keys_of(json.loads(run(capsys, *command, "--json")[1]))
+        assert found <= documented, command
+        seen |= found
+    assert documented - seen == {"buffer", "inspect", "verify", "diff", "list", "prune"} - seen
