@@ -38,7 +38,7 @@ def page() -> Any:
 def test_the_reader_knows_nothing_of_the_package() -> None:
     code = "\n".join(block.code for block in blocks(PAGE) if block.is_runnable)
     modules = set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
-    assert modules == {"hashlib", "json", "pathlib", "numpy", "torch", "safetensors"}
+    assert modules == {"blake3", "hashlib", "json", "pathlib", "numpy", "torch", "safetensors"}
 
 
 async def test_rows_queue_and_parts(page: Any, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ SLEEPS = {
     "helpers.py: until": "asks again and again for what has no event, up to a limit",
     "test_event_loop.py: test_four_workers_are_3_5_times_as_fast_as_one": "the work, counted by the second",
     "test_event_loop.py: lags": "the tick of which it measures how late it comes",
+    "disk/test_documents.py: _longest_stall": "the same",
     "snapshot/test_among_writers.py: test_a_save_of_500_megabytes_stalls_nobody": "the same",
     "prefetch/test_ambient.py: Looking": "a transform that is not quick: the time is the work",
     "benchmarks/suites.py: training": "the step of a training loop",

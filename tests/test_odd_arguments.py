@@ -146,6 +146,9 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.snapshot.timeout": Case(lambda b, p, v: b.snapshot(v), NO_TIME, "timeout"),
     "ReplayBuffer.state_dict.timeout": Case(lambda b, p, v: b.state_dict(v), NO_TIME, "timeout"),
     "ReplayBuffer.save.path": Case(lambda b, p, v: b.save(v), NO_PATH, "path"),
+    "ReplayBuffer.save.base": Case(
+        lambda b, p, v: b.save(p / "new", base=v), [each for each in NO_PATH if each is not None], "base"
+    ),
     "ReplayBuffer.save.timeout": Case(lambda b, p, v: b.save(p, v), NO_TIME, "timeout"),
     "ReplayBuffer.restore.snapshot": Case(lambda b, p, v: b.restore(v), [*NO_NUMBER, None, 3, Path()], "snapshot"),
     "ReplayBuffer.restore.elastic": Case(lambda b, p, v: resumed(b, restore="restore", elastic=v), NO_FLAG, "elastic"),
@@ -178,6 +181,7 @@ CASES: dict[str, Case] = {
     ),
     "Checkpointer.save.rng": Case(lambda b, p, v: Checkpointer(p).save(1, rng=v), NO_NUMBER, "rng"),
     "Checkpointer.save.timeout": Case(lambda b, p, v: Checkpointer(p).save(1, timeout=v, b=b), NO_TIME, "timeout"),
+    "Checkpointer.save.at_once": Case(lambda b, p, v: Checkpointer(p).save(1, at_once=v, b=b), NO_FLAG, "at_once"),
     "Checkpointer.save.parts": Case(lambda b, p, v: Checkpointer(p).save(1, x=v), [object(), {1, 2}, ...], "x"),
     "Checkpointer.restore.step": Case(
         lambda b, p, v: Checkpointer(p).restore(v, b=b), ["x", [], {}, True, -1, 1.0, NAN, torch.arange(3)], "step"

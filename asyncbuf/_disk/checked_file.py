@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import TYPE_CHECKING, Any, Self
 
-from asyncbuf._disk import files
+from asyncbuf._disk import digests, files
 from asyncbuf._disk import tensor_files as tensors
 from asyncbuf._disk.documents import MOST_LINE_BYTES
 from asyncbuf.errors import CheckpointCorruptError
@@ -40,9 +39,9 @@ class CheckedFile:
     def __init__(self, path: Path, entry: dict[str, Any]) -> None:
         self._path = path
         self._nbytes: int = entry["bytes"]
-        self._sha256: str = entry["sha256"]
+        self._kind, self._expected = digests.of_entry(entry)
         self._dtypes: dict[str, str] = entry.get("dtypes", {})
-        self._digest = hashlib.sha256()
+        self._digest = digests.new(self._kind)
         self._file: FileIO = self._opened()
 
     def _opened(self) -> FileIO:
@@ -148,8 +147,10 @@ class CheckedFile:
             CheckpointCorruptError: it is another file.
         """
         found = self._digest.hexdigest()
-        if found != self._sha256:
-            raise CheckpointCorruptError(f"{self._path}: expected the SHA-256 digest {self._sha256}, found {found}")
+        if found != self._expected:
+            raise CheckpointCorruptError(
+                f"{self._path}: expected the {self._kind} digest {self._expected}, found {found}"
+            )
 
     def _header(self, content: memoryview) -> tensors.Header:
         try:

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
     Bytes: TypeAlias = bytes | bytearray | memoryview
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# What is written past the page cache begins and ends at multiples of this.
+BLOCK_BYTES = 4096
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
 # What a system says that lacks a call, or lacks it for this kind of file.
 LACKING = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _PIECE_BYTES = 1024 * 1024
@@ -161,12 +169,42 @@ def open_file(path: Path) -> FileIO:
     return open(handle, "rb", buffering=0)
 
 
+def set_direct(file: FileIO, is_direct: bool) -> bool:
+    """Write past the page cache from now on, or through it again.
+
+    Past it, only whole blocks are taken, out of memory that begins at one.
+
+    Returns:
+        Whether the system can do that.
+    """
+    if fcntl is None or not _DIRECT:
+        return False
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT if is_direct else flags & ~_DIRECT)
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
+        return False
+    return True
+
+
+def _is_direct(file: FileIO) -> bool:
+    return fcntl is not None and bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
+
+
 def write(file: FileIO, path: Path, content: Bytes) -> None:
     """Write all of it."""
     left = memoryview(content)
     with _naming(path):
         while len(left):
-            left = left[file.write(left) :]
+            try:
+                left = left[file.write(left) :]
+            except OSError as error:
+                # A file system may take no blocks of this size, or less than a whole one of the last.
+                if error.errno != errno.EINVAL or not _is_direct(file):
+                    raise
+                set_direct(file, False)
 
 
 def read_into(file: FileIO, path: Path, content: memoryview) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import safetensors
 import torch
 
-from asyncbuf._disk import files
+from asyncbuf._disk import digests, files
 from asyncbuf._plain.codec import DTYPES
 from asyncbuf._version import __version__
 from asyncbuf.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointVersionError
@@ -270,12 +270,20 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, dict)
         and type(entry.get("bytes")) is int
         and entry["bytes"] >= 0
-        and isinstance(entry.get("sha256"), str)
+        and _has_digest(entry)
         and isinstance(entry.get("identity", ""), str)
         and isinstance(entry.get("dtypes", {}), dict)
         and all(isinstance(name, str) and name in DTYPES for name in entry.get("dtypes", {}).values())
         and _is_stamp(entry.get("stamp", [0, 0]))
     )
+
+
+def _has_digest(entry: dict[str, Any]) -> bool:
+    try:
+        digests.of_entry(entry)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_stamp(stamp: Any) -> bool:

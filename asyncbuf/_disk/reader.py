@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncbuf._disk import documents, files, manifest
+from asyncbuf._disk import digests, documents, files, manifest
 from asyncbuf._disk.checked_file import CheckedFile
 from asyncbuf._disk.lock import Held, share
 from asyncbuf._disk.manifest import FILE, INDEX, Manifest
@@ -154,7 +154,7 @@ class ReadAhead:
 
 def identity_of(entry: dict[str, Any]) -> str:
     """What stands for the contents of a file of which only the digest is known."""
-    return f"sha256:{entry['sha256']}"
+    return ":".join(digests.of_entry(entry))
 
 
 def table_of(path: Path) -> tuple[Path, dict[str, dict[str, Any]]]:

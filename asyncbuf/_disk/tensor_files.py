@@ -7,34 +7,30 @@ length (8 bytes, little-endian), so many bytes of JSON with dtype, shape and pla
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from asyncbuf._disk import files
+from asyncbuf._disk.blocks import BlockFile
 from asyncbuf._disk.manifest import STRICT
 from asyncbuf._plain.codec import DTYPES
 from asyncbuf._plain.savable import SAVABLE_DTYPES
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from io import FileIO
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
 
     from asyncbuf._disk.stop import Stop
 
 # What safetensors takes at most.
 HEADER_BYTES = 100_000_000
-_PIECE_BYTES = 8 * 1024 * 1024
-# Smaller ones are put together before they are written.
-_SMALL_BYTES = 64 * 1024
 # safetensors keeps its own things under this name: a tensor called so makes a file that nothing can read.
 _RESERVED = "__metadata__"
 _DTYPES = {
@@ -73,7 +69,7 @@ class TensorFile:
         tensors: dense tensors on the CPU by name. They must not change until they are written.
 
     Attributes:
-        nbytes: how many bytes they have.
+        nbytes: how many bytes the file will have.
         dtypes: what those were that are stored as pairs of numbers, by the name that they have in the file.
 
     Raises:
@@ -88,38 +84,23 @@ class TensorFile:
         plain = {key: _real(tensor) for key, tensor in named.items()}
         # Those with wide elements first, so that all are aligned.
         self._tensors = dict(sorted(plain.items(), key=lambda item: (-item[1].element_size(), item[0])))
-        self.nbytes = sum(tensor.nbytes for tensor in plain.values())
         self._header = _header(self._tensors)
+        self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in plain.values())
 
-    def write(self, file: FileIO, path: Path, stop: Stop) -> str:
+    def write(self, file: FileIO, path: Path, memory: npt.NDArray[np.uint8], stop: Stop) -> str:
         """Write everything: its digest.
 
         Args:
             file: an empty file.
             path: where it is, for messages.
+            memory: to put together in what is written.
             stop: ends it early.
         """
-        digest = hashlib.sha256()
-        for piece in self._pieces():
-            stop.check()
-            files.write(file, path, piece)
-            digest.update(piece)
-        return digest.hexdigest()
-
-    def _pieces(self) -> Iterator[memoryview | bytearray]:
-        small = bytearray(self._header)
+        blocks = BlockFile(file, path, memory, stop)
+        blocks.add(np.frombuffer(self._header, np.uint8))
         for tensor in self._tensors.values():
-            content = _bytes_of(tensor.contiguous())
-            if len(content) <= _SMALL_BYTES:
-                small += content
-            if small and (len(content) > _SMALL_BYTES or len(small) > _PIECE_BYTES):
-                yield small
-                small = bytearray()
-            if len(content) > _SMALL_BYTES:
-                for start in range(0, len(content), _PIECE_BYTES):
-                    yield content[start : start + _PIECE_BYTES]
-        if small:
-            yield small
+            blocks.add(_bytes_of(tensor.contiguous()))
+        return blocks.end()
 
 
 def _check(key: str, tensor: torch.Tensor) -> None:
@@ -166,12 +147,13 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The memory of a dense tensor."""
     flat = tensor.reshape(-1)
     if flat.stride(0) != 1:  # a single element, whose stride means nothing but to view()
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().data
+    found: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return found
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

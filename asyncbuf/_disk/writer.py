@@ -1,6 +1,6 @@
 """Writes a checkpoint: whole or not at all, wherever it ends.
 
-``manifest.json`` says which files there are, with their sizes and SHA-256 digests, and is put in place in one step by a
+``manifest.json`` says which files there are, with their sizes and digests, and is put in place in one step by a
 rename. The files it names lie in a subdirectory that no other save uses. So a crash at any point leaves either the
 checkpoint that was there before or the new one, also where one is written over another.
 
@@ -11,11 +11,11 @@ are in, the manifest, and once it is in place the directory that has its name. O
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
-from asyncbuf._disk import files, housekeeping, manifest
+from asyncbuf._disk import digests, files, housekeeping, manifest
+from asyncbuf._disk.blocks import BlockMemory
 from asyncbuf._disk.documents import Document
 from asyncbuf._disk.housekeeping import Found
 from asyncbuf._disk.links import Links
@@ -61,7 +61,7 @@ class CheckpointWriter:
 
     def __init__(self, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
         self._path = self._root = self._data = absolute(path)
-        self.base: Path | None = None if base is None else absolute(base)
+        self.base: Path | None = None if base is None else absolute(base, "base")
         self._key = housekeeping.new_key()
         self._stop = Stop()
         self._committed = False
@@ -71,6 +71,7 @@ class CheckpointWriter:
         self._held: list[Held] = []
         self._links = Links()
         self._pipeline = Pipeline()
+        self._memory = BlockMemory()
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class CheckpointWriter:
         self._stop.check()
         path = self._place(name)
         content = TensorFile(tensors)
-        entry: dict[str, Any] = {"bytes": 0, "sha256": ""}
+        entry: dict[str, Any] = {"bytes": 0, digests.KIND: ""}
         if content.dtypes:
             entry["dtypes"] = content.dtypes
         if identity is not None:
@@ -212,8 +213,8 @@ class CheckpointWriter:
         self._pipeline.add(content.nbytes, self._write_file, path, content, entry)
 
     def _write_file(self, path: Path, content: TensorFile, entry: dict[str, Any]) -> None:
-        with files.create(path) as file:
-            entry["sha256"] = content.write(file, path, self._stop)
+        with self._memory.lent(content.nbytes) as memory, files.create(path) as file:
+            entry[digests.KIND] = content.write(file, path, memory, self._stop)
             files.sync(file, path)
             found = files.status(file, path)
         entry["bytes"] = found.st_size
@@ -356,7 +357,7 @@ class _LineFile:
     def __init__(self, place: Callable[[], Path], stop: Stop) -> None:
         self._place = place
         self._stop = stop
-        self._digest = hashlib.sha256()
+        self._digest = digests.new()
         self._file: FileIO | None = None
         self._path: Path | None = None
         self._nbytes = 0
@@ -386,4 +387,4 @@ class _LineFile:
         assert self._file is not None
         assert self._path is not None
         files.sync(self._file, self._path)
-        return {"bytes": self._nbytes, "sha256": self._digest.hexdigest()}
+        return {"bytes": self._nbytes, digests.KIND: self._digest.hexdigest()}

@@ -146,7 +146,7 @@ class SnapshotMethods:
             TypeError, ValueError: the path or the timeout is none.
         """
         # The working directory may change meanwhile.
-        path, base = absolute(path), None if base is None else absolute(base)
+        path, base = absolute(path), None if base is None else absolute(base, "base")
         snapshot = await self.snapshot(timeout)
         await snapshot.save(path, base=base)
 

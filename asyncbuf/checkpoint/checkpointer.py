@@ -154,6 +154,7 @@ class Checkpointer:
         path = self.path(step)
         _check_names(parts)
         timeout = seconds(timeout)
+        flag(at_once, "at_once")
         if self._rng if rng is None else flag(rng, "rng"):
             parts[RNG] = GlobalGenerators()
         async with self._turn("capture"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import secrets
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 from asyncbuf.rows import ScatteredRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -55,11 +56,11 @@ class ChunkVersions:
     Never pickled or copied with what it is about: a copy has contents, and identities, of its own.
 
     Args:
-        rows: rows of a chunk; the first chunk begins at row 0.
+        rows: how finely it is noted which rows were written: the rows of a chunk, or fewer.
 
     Attributes:
-        noted: the first row of a chunk and the row after its last one. That it is written is noted until the next
-            freeze, so that a write within it need not be.
+        noted: the first of some rows and the row after the last one. That they are written is noted until the next
+            freeze, so that a write within them need not be.
     """
 
     def __init__(self, rows: int) -> None:
@@ -71,7 +72,7 @@ class ChunkVersions:
         """All contents are other ones."""
         self._token = secrets.token_hex(8)
         self._process = os.getpid()
-        self._loaded: dict[int, str] = {}
+        self._loaded: dict[tuple[int, int], str] = {}
         self._written: dict[int, int] = {}
         self.noted = (0, 0)
 
@@ -89,56 +90,46 @@ class ChunkVersions:
             sizes: rows of each.
             identities: what stands for each.
         """
-        if any(size != self.rows for size in sizes[:-1]) or (sizes and sizes[-1] > self.rows):
-            return  # others than ``freeze`` makes
-        known = enumerate(zip(sizes, identities, strict=True))
-        self._loaded = {number: identity for number, (_, identity) in known if identity is not None}
+        spans = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        known = zip(spans, identities, strict=True)
+        self._loaded = {span: identity for span, identity in known if identity is not None}
 
     def wrote_rows(self, rows: Int64Array) -> None:
         """Some rows are being written."""
         for number in np.unique(rows // self.rows).tolist():
             self.wrote(number * self.rows, number * self.rows + 1)
 
-    def freeze(self, count: int) -> list[str]:
-        """The identities of the chunks of so many rows, as they are now."""
+    def freeze(self) -> Callable[[int, int], str]:
+        """What says the identity of rows ``start`` to ``stop - 1``, as they are now. Called in any thread, later."""
         self._freezes += 1
         self.noted = (0, 0)
         if self._process != os.getpid():
             self._fork()
-        starts = range(0, count, self.rows)
-        return [
-            self._loaded[number]
-            if number in self._loaded and number not in self._written
-            else f"{self._token}-{start}-{min(start + self.rows, count)}-{self._written.get(number, 0)}"
-            for number, start in enumerate(starts)
-        ]
-
-    def freeze_spans(self) -> Callable[[int, int], str]:
-        """What says the identity of rows ``start`` to ``stop - 1``, as they are now. Called in any thread, later.
-
-        For chunks that are not all of the same number of rows: ``rows`` is only how finely writes are noted.
-        """
-        self._freezes += 1
-        self.noted = (0, 0)
-        if self._process != os.getpid():
-            self._fork()
-        token, written, rows = self._token, self._written.copy(), self.rows
-
-        def identity(start: int, stop: int) -> str:
-            latest = max(written.get(number, 0) for number in range(start // rows, -(-stop // rows)))
-            return f"{token}-{start}-{stop}-{latest}"
-
-        return identity
+        return functools.partial(_identity, self._token, self._loaded, self._written.copy(), self.rows)
 
     def _fork(self) -> None:
         """Writes of a forked process are its own: what was loaded and not written is known, all else gets new names."""
-        loaded = {number: identity for number, identity in self._loaded.items() if number not in self._written}
+        written, rows = self._written, self.rows
+        loaded = {span: each for span, each in self._loaded.items() if not _latest(written, rows, *span)}
         self.renew()
         self._loaded = loaded
 
     def __reduce__(self) -> tuple[type[ChunkVersions], tuple[int]]:
         """A copy knows nothing yet."""
         return ChunkVersions, (self.rows,)
+
+
+def _identity(
+    token: str, loaded: Mapping[tuple[int, int], str], written: Mapping[int, int], rows: int, start: int, stop: int
+) -> str:
+    latest = _latest(written, rows, start, stop)
+    known = None if latest else loaded.get((start, stop))
+    return known or f"{token}-{start}-{stop}-{latest}"
+
+
+def _latest(written: Mapping[int, int], rows: int, start: int, stop: int) -> int:
+    """At which freeze some rows were written last; 0 if never since they were loaded."""
+    return max((written.get(number, 0) for number in range(start // rows, -(-stop // rows))), default=0)
 
 
 class Frozen(Protocol):

@@ -98,7 +98,8 @@ class FrozenRows:
     def __init__(self, rows: RowMemory, kept: CopyOnWrite, count: int) -> None:
         self._rows = rows
         self._kept = kept
-        self._identities = rows.versions.freeze(count)
+        self._count = count
+        self._identity = rows.versions.freeze()
         self.meta = {
             "rows": count,
             "structure": spec_to_plain(rows.spec),
@@ -117,9 +118,10 @@ class FrozenRows:
         """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
         # Chunks that are read one after the other are written to files meanwhile.
         spare = SpareMemory(_SPARE_CHUNKS)
-        for number, identity in enumerate(self._identities):
-            start = number * self._rows.versions.rows
-            yield Chunk(identity, functools.partial(self._columns, start, start + self._rows.versions.rows, spare))
+        rows = self._rows.versions.rows
+        for start in range(0, self._count, rows):
+            identity = self._identity(start, min(start + rows, self._count))
+            yield Chunk(identity, functools.partial(self._columns, start, start + rows, spare))
 
     def _columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
         fields = self._rows.fields

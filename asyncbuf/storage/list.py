@@ -59,6 +59,7 @@ class ListStorage(Storage):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._items: list[Any] = []
+        self._sizes: Sequence[int] = ()
         self._stacks = False
         self._versions = new_versions()
         self._frozen: list[weakref.ref[FrozenItems]] = []
@@ -162,7 +163,7 @@ class ListStorage(Storage):
         if not self._is_old and len(self._items) >= _MANY and gc.isenabled():
             count_as_old()  # a collection that looks at each element of a new list takes tens of milliseconds
             self._is_old = True
-        frozen = FrozenItems(self._items, self._versions.freeze_spans())
+        frozen = FrozenItems(self._items, self._versions.freeze())
         self._frozen.append(weakref.ref(frozen, self._frozen.remove))
         return frozen
 
@@ -174,16 +175,25 @@ class ListStorage(Storage):
         if meta["items"] > self.capacity:
             raise CheckpointMismatchError(f"storage: expected at most {self.capacity} items, found {meta['items']}")
         items: list[Any] = []
+        sizes = []
         with collections_paused(keeps_objects=True):
             for chunk in chunks:
+                before = len(items)
                 items += from_columns(chunk, "storage: a chunk of items") if DOCUMENT in chunk else _items_of(chunk)
+                sizes.append(len(items) - before)
         if len(items) != meta["items"]:
             raise CheckpointCorruptError(f"storage: expected {meta['items']} items, found {len(items)}")
 
-        return lambda: self._replace(items)
+        return lambda: self._replace(items, sizes)
 
-    def _replace(self, items: list[Any]) -> None:
+    def loaded_chunks(self, identities: Sequence[str | None]) -> None:
+        """Give chunks that were loaded, and not written since, the identities that they had."""
+        if len(self._sizes) == len(identities):
+            self._versions.loaded(self._sizes, identities)
+
+    def _replace(self, items: list[Any], sizes: Sequence[int] = ()) -> None:
         self._items = items  # what was frozen keeps the list before
+        self._sizes = sizes  # of the chunks that they came in
         self._frozen = []
         self._is_old = False
         self._versions.renew()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from asyncbuf import CheckpointCorruptError, ReplayBuffer, TensorStorage
 from asyncbuf._disk.reader import CheckpointReader, ReadAhead
@@ -34,11 +34,11 @@ def test_a_sparse_file_takes_no_memory(path: Path) -> None:
     file = data_of(path) / FILES[1]
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(file, 8 + len(header) + BYTES)
-    digest = hashlib.sha256()
+    digest = blake3()
     with file.open("rb") as opened:
         while piece := opened.read(1 << 20):
             digest.update(piece)
-    entry = {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    entry = {"bytes": file.stat().st_size, "blake3": digest.hexdigest()}
     forge(path, lambda body: body["files"].update({FILES[1]: entry}))
     reader = CheckpointReader(path)
     before = peak()

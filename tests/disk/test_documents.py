@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,7 +156,7 @@ def forge_file(path: Path, file: Path, content: bytes) -> None:
     file.write_bytes(content)
     body = json.loads((path / MANIFEST).read_bytes())["body"]
     entry = body["files"][str(file.relative_to(data_of(path)))]
-    entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    entry.update(bytes=len(content), blake3=blake3(content).hexdigest())
     (path / MANIFEST).write_bytes(rendered(body))
 
 
