@@ -64,11 +64,8 @@ def plain(result: Any) -> Any:
 def _size(nbytes: float) -> str:
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
-    for unit in _UNITS:
-        nbytes /= 1000
-        if nbytes < 999.5 or unit == _UNITS[-1]:
-            break
-    return f"{nbytes:.3g} {unit}"
+    power = next((power for power in range(1, len(_UNITS)) if nbytes < 999.5 * 1000**power), len(_UNITS))
+    return f"{nbytes / 1000**power:.3g} {_UNITS[power - 1]}"
 
 
 def _number(count: int, one: str, many: str) -> str:

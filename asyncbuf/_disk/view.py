@@ -131,10 +131,6 @@ class CheckpointView(CheckpointReader):
         for start in range(0, tensor.nbytes, step):
             yield self.read_part(tensor, start, min(start + step, tensor.nbytes))
 
-    def digest(self, name: str) -> str:
-        """The digest of a file, as it is noted."""
-        return str(self._entry(name)["sha256"])
-
 
 def _stored(file: str, start: int, place: Any, pairs: str | None) -> StoredTensor:
     dtype, shape, itemsize = dtype_name(place.dtype), place.shape, place.dtype.itemsize

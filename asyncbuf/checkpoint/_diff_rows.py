@@ -130,7 +130,7 @@ class _Rows:
 
     def digests(self) -> list[str]:
         """Those of all files."""
-        return [self.look.view.digest(file) for file in self.look.chunks()]
+        return [self.look.view.identity(file) for file in self.look.chunks()]
 
     def _chunks(self) -> Iterator[_Chunk]:
         start = 0
@@ -291,7 +291,7 @@ class _RowComparison:
             self._compare_fields(chunk_a, chunk_b, start, both)
 
     def _is_same_file(self, a: _Chunk, b: _Chunk) -> bool:
-        digests = self._a.look.view.digest(a.file), self._b.look.view.digest(b.file)
+        digests = self._a.look.view.identity(a.file), self._b.look.view.identity(b.file)
         return a.start == b.start and digests[0] == digests[1]
 
     def _compare_fields(self, a: _Chunk, b: _Chunk, start: int, both: BoolArray) -> None:
