@@ -31,6 +31,9 @@ SLEEPS = {
     "disk/test_documents.py: _longest_stall": "the same",
     "snapshot/test_among_writers.py: test_a_save_of_500_megabytes_stalls_nobody": "the same",
     "prefetch/test_ambient.py: Looking": "a transform that is not quick: the time is the work",
+    "benchmarks/checkpoints.py: Lags": "the tick of a clock",
+    "benchmarks/checkpoints.py: loop": "how long it is looked at without a save",
+    "benchmarks/checkpoints.py: model": "the same",
     "benchmarks/suites.py: training": "the step of a training loop",
 }
 
