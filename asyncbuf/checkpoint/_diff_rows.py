@@ -323,6 +323,6 @@ class _RowComparison:
         one, other = self._a.items.read(a.file), self._b.items.read(b.file)
         for offset in np.flatnonzero(both).tolist():
             row = start + offset
-            paths = set(self._a.items.differences(one[row - a.start], other[row - b.start]))
+            paths = dict.fromkeys(self._a.items.differences(one[row - a.start], other[row - b.start]))
             self._changed += bool(paths)
-            self._changed_fields.update(paths)
+            self._changed_fields.update(list(paths))
