@@ -33,7 +33,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_assembly",),
     ("buffer",),
     ("testing",),
+    ("_cli",),
     ("__init__",),
+    ("__main__",),
 )
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 

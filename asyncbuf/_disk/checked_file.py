@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from asyncbuf._disk.stop import Stop
+
 # What is read and hashed at once. The interpreter's lock is free meanwhile, and dear to get back where many want it.
 _PIECE_BYTES = 8 * 1024 * 1024
 _LINES_BYTES = 1024 * 1024
@@ -77,6 +79,12 @@ class CheckedFile:
 
     def alone(self) -> dict[str, torch.Tensor]:
         """Its tensors, each in memory of its own."""
+        found = tensors.alone(self.header(), self._dtypes, self._fill)
+        self.end()
+        return found
+
+    def header(self) -> tensors.Header:
+        """Where its tensors are; what follows is not read."""
         content = bytearray(8)
         self._fill(memoryview(content))
         size = int.from_bytes(content, "little")
@@ -84,9 +92,19 @@ class CheckedFile:
             text = bytearray(size)
             self._fill(memoryview(text))
             content += text
-        found = tensors.alone(self._header(memoryview(content)), self._dtypes, self._fill)
+        return self._header(memoryview(content))
+
+    def verify(self, stop: Stop) -> None:
+        """Read all of it, and compare its digest.
+
+        Args:
+            stop: ends it early.
+        """
+        piece = memoryview(bytearray(min(self._nbytes, _PIECE_BYTES)))
+        for start in range(0, self._nbytes, _PIECE_BYTES):
+            stop.check()
+            self._fill(piece[: self._nbytes - start])
         self.end()
-        return found
 
     def over(self, content: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
         """Its tensors over a piece of memory ``[nbytes]``; zeros, for a sparse file."""

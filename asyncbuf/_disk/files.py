@@ -10,12 +10,12 @@ import os
 import shutil
 import stat as modes
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import FileIO
-    from pathlib import Path
     from typing import TypeAlias
 
     Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -112,6 +112,12 @@ def stat(path: Path, *, follow: bool = False) -> os.stat_result | None:
         return os.stat(path, follow_symlinks=follow)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def statuses_below(path: Path) -> list[os.stat_result]:
+    """What is known of every file below a directory. Links are not followed."""
+    paths = [Path(folder) / name for folder, _, names in os.walk(path) for name in names]
+    return [found for each in paths if (found := stat(each)) is not None]
 
 
 def exists(path: Path) -> bool:
@@ -212,6 +218,12 @@ def read_into(file: FileIO, path: Path, content: memoryview) -> int:
         while done < len(content) and (count := file.readinto(content[done:])):
             done += count
     return done
+
+
+def seek(file: FileIO, path: Path, start: int) -> None:
+    """Go to a place in a file."""
+    with _naming(path):
+        file.seek(start)
 
 
 def read_sparse(file: FileIO, path: Path, content: memoryview) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors
@@ -21,7 +22,7 @@ from asyncbuf._version import __version__
 from asyncbuf.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointVersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 VERSION = 2
@@ -56,11 +57,15 @@ class Manifest(NamedTuple):
         data: the name of the directory that the files are in.
         files: what is known of each file, by name. Where there are many, they are listed in ``INDEX`` instead.
         state: what JSON can hold.
+        libraries: versions of the libraries that wrote it, by name; for people. Of one that is to be written: empty.
+        version: of the file layout.
     """
 
     data: str
     files: dict[str, dict[str, Any]]
     state: Any
+    libraries: Mapping[str, Any] = MappingProxyType({})
+    version: int = VERSION
 
 
 def render(manifest: Manifest) -> bytes:
@@ -148,7 +153,7 @@ def parse(content: bytes | bytearray, manifest: Path) -> Manifest:
         raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found {error}") from error
     if not is_sound:
         raise CheckpointCorruptError(f"{manifest}: expected the manifest that was written, found a changed one")
-    return Manifest(body["data"], body["files"], body["state"])
+    return Manifest(body["data"], body["files"], body["state"], body["libraries"], version)
 
 
 def _version(content: bytes | bytearray, manifest: Path) -> int:
@@ -251,6 +256,7 @@ def _well_formed(body: Any) -> bool:
         and isinstance(body["data"], str)
         and DATA.fullmatch(body["data"]) is not None
         and are_files(body["files"])
+        and isinstance(body["libraries"], dict)
     )
 
 

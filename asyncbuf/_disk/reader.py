@@ -46,10 +46,12 @@ class CheckpointReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = absolute(path)
-        body, self._held = _entered(self._path)
+        body, self._held = entered(self._path)
         self._data = self._path / body.data
-        self._files = _table(body, self._data)
+        self._files = listed(body, self._data)
         _check_all(self._data, self._files)
+        self._written_by = body.libraries
+        self._version = body.version
         self.state: Any = self.document(body.state)
 
     def names(self, part: str) -> list[str]:
@@ -162,10 +164,15 @@ def table_of(path: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
         CheckpointError: there is none, or it is damaged.
     """
     body = manifest.read(path)
-    return path / body.data, _table(body, path / body.data)
+    return path / body.data, listed(body, path / body.data)
 
 
-def _table(body: Manifest, data: Path) -> dict[str, dict[str, Any]]:
+def listed(body: Manifest, data: Path) -> dict[str, dict[str, Any]]:
+    """What is known of the files in a data directory.
+
+    Raises:
+        CheckpointCorruptError: the file that says so is damaged.
+    """
     if INDEX not in body.files:
         return body.files
     _check_all(data, body.files)
@@ -176,8 +183,12 @@ def _table(body: Manifest, data: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _entered(path: Path) -> tuple[Manifest, Held | None]:
-    """Be at work in the data directory of a checkpoint, which may be replaced meanwhile."""
+def entered(path: Path) -> tuple[Manifest, Held | None]:
+    """Be at work in the data directory of a checkpoint, which may be replaced meanwhile.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged or too new.
+    """
     body = manifest.read(path)
     for _ in range(_TRIES):
         try:
@@ -193,23 +204,30 @@ def _entered(path: Path) -> tuple[Manifest, Held | None]:
 
 def _check_all(data: Path, table: dict[str, dict[str, Any]]) -> None:
     """Look at files without reading them, so that nothing is allocated for what is not there."""
+    for _, error in faults(data, table):
+        raise error
+
+
+def faults(data: Path, table: dict[str, dict[str, Any]]) -> Iterator[tuple[str, CheckpointCorruptError]]:
+    """What is wrong with files and folders, by name, as far as that shows without reading them."""
     folders = {data, *((data / name).parent for name in table)}
     folders |= {folder for each in list(folders) for folder in each.parents if data in folder.parents}
     for folder in sorted(folders):
         if files.is_link(folder) or not files.is_directory(folder):
-            raise CheckpointCorruptError(f"{folder}: expected a directory inside the checkpoint, found something else")
+            error = f"{folder}: expected a directory inside the checkpoint, found something else"
+            yield folder.name, CheckpointCorruptError(error)
     for name, entry in table.items():
-        found = files.stat(data / name)
-        if found is None:
-            raise CheckpointCorruptError(f"{data / name}: expected a file of {entry['bytes']} bytes, found none")
-        _check(data / name, found, entry)
+        problem = _problem(files.stat(data / name), entry)
+        if problem is not None:
+            yield name, CheckpointCorruptError(f"{data / name}: expected {problem}")
 
 
-def _check(path: Path, found: os.stat_result, entry: dict[str, Any]) -> None:
+def _problem(found: os.stat_result | None, entry: dict[str, Any]) -> str | None:
+    if found is None:
+        return f"a file of {entry['bytes']} bytes, found none"
     if not modes.S_ISREG(found.st_mode):
-        raise CheckpointCorruptError(f"{path}: expected a regular file inside the checkpoint, found something else")
-    if found.st_size != entry["bytes"]:
-        raise CheckpointCorruptError(f"{path}: expected {entry['bytes']} bytes, found {found.st_size}")
+        return "a regular file inside the checkpoint, found something else"
+    return None if found.st_size == entry["bytes"] else f"{entry['bytes']} bytes, found {found.st_size}"
 
 
 def _document(path: Path, entry: dict[str, Any]) -> Any:

@@ -121,7 +121,8 @@ def _renamed(key: str) -> str:
     return key + "/" if key.rstrip("/") == _RESERVED else key
 
 
-def _original(key: str) -> str:
+def original_name(key: str) -> str:
+    """The name of a tensor, which may be another one in the file."""
     return key[:-1] if key.rstrip("/") == _RESERVED else key
 
 
@@ -223,7 +224,7 @@ def over(content: npt.NDArray[np.uint8], header: Header, dtypes: Mapping[str, st
         dtypes: of those that are stored as pairs of numbers.
     """
     return {
-        _original(key): _typed(_part(content, header.nbytes + place.start, place), place, dtypes.get(key))
+        original_name(key): _typed(_part(content, header.nbytes + place.start, place), place, dtypes.get(key))
         for key, place in header.places.items()
     }
 
@@ -247,7 +248,7 @@ def alone(header: Header, dtypes: Mapping[str, str], fill: Callable[[memoryview]
     for key, place in header.places.items():
         raw = torch.empty(place.stop - place.start, dtype=torch.uint8)
         fill(raw.numpy().data)
-        tensors[_original(key)] = _typed(raw, place, dtypes.get(key))
+        tensors[original_name(key)] = _typed(raw, place, dtypes.get(key))
     return tensors
 
 

@@ -35,12 +35,17 @@ _unbind_copy: Callable[[torch.Tensor], Sequence[torch.Tensor]] = vars(torch)["un
 _split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = vars(torch)["split_with_sizes_copy"]
 
 
-def from_columns(tensors: Mapping[str, torch.Tensor], what: str) -> list[Any]:
+def from_columns(
+    tensors: Mapping[str, torch.Tensor],
+    what: str,
+    codec_named: Callable[[str], registry.Codec | None] = registry.codec_named,
+) -> list[Any]:
     """Read values that ``to_columns`` wrote. May be called in a thread, as that.
 
     Args:
         tensors: what it returned. They stay the caller's: values have memory of their own, each for itself.
         what: where they stand, for messages.
+        codec_named: says what makes values of a registered type.
 
     Raises:
         CheckpointCorruptError: it is not what ``to_columns`` returns, or names a type that is not registered.
@@ -54,7 +59,7 @@ def from_columns(tensors: Mapping[str, torch.Tensor], what: str) -> list[Any]:
             raise CheckpointVersionError(
                 f"{what}: expected columns of a version from 1 to {VERSION}, found {document['version']}"
             )
-        return _Reader(tensors).all(document)
+        return _Reader(tensors, codec_named).all(document)
     except CheckpointVersionError:
         raise
     except CheckpointCorruptError as error:
@@ -68,9 +73,13 @@ class _Reader:
 
     Args:
         tensors: those that they name, and the document.
+        codec_named: as in ``from_columns``.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], codec_named: Callable[[str], registry.Codec | None]
+    ) -> None:
+        self._codec_named = codec_named
         self._left = {name: tensor for name, tensor in tensors.items() if name != DOCUMENT}
         self._seen: list[torch.Tensor] = []
         self._give_way = GiveWay()
@@ -351,7 +360,7 @@ class _Reader:
 
     def typed(self, node: dict[str, Any], count: int) -> list[Any]:
         """Values of a registered type."""
-        codec = registry.codec_named(node["type"]) if type(node["type"]) is str else None
+        codec = self._codec_named(node["type"]) if type(node["type"]) is str else None
         if codec is None:
             raise CheckpointCorruptError(registry.unknown(node["type"]))
         return self._give_way.mapped(codec.decode, self.column(node["value"], count))

@@ -18,8 +18,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from asyncbuf._disk.housekeeping import remove
-from asyncbuf._disk.manifest import is_checkpoint
 from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._runtime.arguments import absolute, count, flag, seconds, shown
 from asyncbuf._runtime.reentry import current_job
@@ -29,6 +27,7 @@ from asyncbuf.checkpoint._components import Captured, capture, is_stateful
 from asyncbuf.checkpoint._freeze import is_within_any
 from asyncbuf.checkpoint._global_generators import GlobalGenerators
 from asyncbuf.checkpoint._run_plan import FORMAT, RNG, VERSION, RunPlan
+from asyncbuf.checkpoint._steps import checkpoints_in, remove_steps, step_path, steps_in
 from asyncbuf.checkpoint.saving import BackgroundSaves, SaveHandle, SaveJob
 from asyncbuf.checkpoint.snapshotable import is_snapshotable
 from asyncbuf.checkpoint.stopping import DEFAULT_SIGNALS, StopSignal
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_STEP = re.compile(r"step-([0-9]{6,})")
 _LISTINGS = 5
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ARGUMENTS = {"step", "rng", "timeout", "at_once", "elastic", "partial"}
@@ -100,16 +98,14 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """The directory of a step, whether or not it is there."""
-        return self._directory / f"step-{_step(step):06}"
+        return step_path(self._directory, _step(step))
 
     def steps(self) -> list[int]:
         """The steps that were saved, in order. Whether each can be read shows when it is restored."""
         try:
-            names = [entry.name for entry in self._directory.iterdir() if entry.is_dir()]
+            return steps_in(self._directory)
         except FileNotFoundError:
             return []
-        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
-        return sorted(step for step, name in steps if self.path(step).name == name)
 
     def latest(self) -> int | None:
         """The highest step that was saved; None if there is none."""
@@ -255,18 +251,14 @@ class Checkpointer:
         if self._keep is None:
             return
         try:
-            committed = [step for step in self.steps() if is_checkpoint(self.path(step))]
+            committed = checkpoints_in(self._directory)
         except OSError as error:
             _logger.warning("old checkpoints in %s could not be looked for: %r", self._directory, error)
             return
-        for step in committed[: -self._keep]:
-            if step == written:
-                continue
-            path = self.path(step)
-            try:
-                remove(path)
-            except OSError as error:
-                _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+        remove_steps(self._directory, [step for step in committed[: -self._keep] if step != written], self._not_removed)
+
+    def _not_removed(self, step: int, error: OSError) -> None:
+        _logger.warning("the old checkpoint %s could not be removed: %r", self.path(step), error)
 
     async def wait(self) -> None:
         """Wait until every save that ``save_soon`` has begun is committed, or has ended otherwise.
