@@ -7,7 +7,6 @@ program still needs.
 
 from __future__ import annotations
 
-import mmap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from asyncbuf._disk import digests, files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from io import FileIO
     from pathlib import Path
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 # than a smaller piece.
 _MEMORY_BYTES = 8 * 1024 * 1024 + 64 * 1024
 # Smaller files go through the page cache.
-_LARGE_BYTES = 1024 * 1024
+LARGE_BYTES = 1024 * 1024
+# Fewer bytes are copied before they are written, even where they lie as they will in the file.
+_LEAST_BYTES = 256 * 1024
 
 
 class BlockMemory:
@@ -39,18 +41,20 @@ class BlockMemory:
 
     @contextmanager
     def lent(self, nbytes: int) -> Iterator[npt.NDArray[np.uint8]]:
-        """Memory for the duration of a block, at the beginning of a page.
+        """Memory for the duration of a block, that begins at a block.
 
         Args:
             nbytes: the bytes of the file.
         """
-        if nbytes < _LARGE_BYTES:
+        if nbytes < LARGE_BYTES:
             yield np.empty(nbytes, np.uint8)
             return
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = np.frombuffer(mmap.mmap(-1, _MEMORY_BYTES), np.uint8)
+            whole = np.empty(_MEMORY_BYTES + files.BLOCK_BYTES, np.uint8)
+            skipped = -whole.ctypes.data % files.BLOCK_BYTES
+            memory = whole[skipped : skipped + _MEMORY_BYTES]
         yield memory
         self._free.append(memory)
 
@@ -64,43 +68,67 @@ class BlockFile:
         memory: what is put together before it is written, ``[nbytes]``.
         stop: ends it early.
         wrote: told how many bytes were written, after each piece.
+        turns: held while a processor is busy with it.
     """
 
     def __init__(
-        self, file: FileIO, path: Path, memory: npt.NDArray[np.uint8], stop: Stop, wrote: Callable[[int], None]
+        self,
+        file: FileIO,
+        path: Path,
+        memory: npt.NDArray[np.uint8],
+        stop: Stop,
+        wrote: Callable[[int], None],
+        turns: AbstractContextManager[object],
     ) -> None:
         self._file = file
         self._path = path
         self._memory = memory
         self._stop = stop
         self._wrote = wrote
+        self._turns = turns
         self._filled = 0
         self._digest = digests.new()
-        self._is_direct = len(memory) >= _LARGE_BYTES and files.set_direct(file, True)
+        self._is_direct = len(memory) >= LARGE_BYTES and files.set_direct(file, True)
 
     def add(self, content: npt.NDArray[np.uint8]) -> None:
-        """Write bytes ``[n]``, now or later."""
+        """Write bytes ``[n]``, now or later. They must not change until the end."""
+        begun = -self._filled % files.BLOCK_BYTES
+        whole = (len(content) - begun) // files.BLOCK_BYTES * files.BLOCK_BYTES
+        if self._is_direct and whole >= _LEAST_BYTES and (content.ctypes.data + begun) % files.BLOCK_BYTES == 0:
+            self._copy(content[:begun])
+            self._flush()
+            for start in range(begun, begun + whole, _MEMORY_BYTES):
+                self._write(content[start : min(start + _MEMORY_BYTES, begun + whole)])
+            content = content[begun + whole :]
+        self._copy(content)
+
+    def _copy(self, content: npt.NDArray[np.uint8]) -> None:
         while len(content):
             room = self._memory[self._filled :][: len(content)]
-            np.copyto(room, content[: len(room)])
+            with self._turns:
+                np.copyto(room, content[: len(room)])
             self._filled += len(room)
             content = content[len(room) :]
             if self._filled == len(self._memory):
-                self._write(self._filled)
-                self._filled = 0
+                self._flush()
+
+    def _flush(self) -> None:
+        self._write(self._memory[: self._filled])
+        self._filled = 0
 
     def end(self) -> str:
         """Write what is left: the digest of everything."""
-        whole = self._filled - self._filled % files.BLOCK_BYTES if self._is_direct else self._filled
-        self._write(whole)
-        if whole < self._filled:
+        left = self._memory[: self._filled]
+        whole = len(left) - len(left) % files.BLOCK_BYTES if self._is_direct else len(left)
+        self._write(left[:whole])
+        if whole < len(left):
             files.set_direct(self._file, False)
-            self._write(self._filled, whole)
+            self._write(left[whole:])
         return self._digest.hexdigest()
 
-    def _write(self, stop: int, start: int = 0) -> None:
+    def _write(self, content: npt.NDArray[np.uint8]) -> None:
         self._stop.check()
-        content = self._memory[start:stop].data
-        self._digest.update(content)
-        files.write(self._file, self._path, content)
+        with self._turns:
+            self._digest.update(content.data)
+        files.write(self._file, self._path, content.data)
         self._wrote(len(content))

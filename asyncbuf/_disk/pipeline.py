@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,9 +24,14 @@ class Pipeline:
 
     Each job has a thread of its own, which is gone when it is done: next to what is done to a file, starting one is
     nothing. Where none can be started, as at the end of the interpreter, a job runs in the thread that gives it.
+
+    Attributes:
+        turns: to be held by jobs, and by whoever gives them, while they need a processor. One processor is left to the
+            program: a thread that has the interpreter's lock and waits for a processor holds up everybody.
     """
 
     def __init__(self) -> None:
+        self.turns = threading.Semaphore(max(1, COPIERS - 1))
         self._jobs: deque[tuple[Future[Any], int]] = deque()
         self._nbytes = 0
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncbuf._disk.blocks import BlockFile
+from asyncbuf._disk.blocks import LARGE_BYTES, BlockFile
+from asyncbuf._disk.files import BLOCK_BYTES
 from asyncbuf._disk.manifest import STRICT
 from asyncbuf._plain.codec import DTYPES
 from asyncbuf._plain.savable import SAVABLE_DTYPES
@@ -22,12 +23,9 @@ from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from io import FileIO
-    from pathlib import Path
 
     import numpy.typing as npt
 
-    from asyncbuf._disk.stop import Stop
 
 # What safetensors takes at most.
 HEADER_BYTES = 100_000_000
@@ -87,19 +85,8 @@ class TensorFile:
         self._header = _header(self._tensors)
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in plain.values())
 
-    def write(
-        self, file: FileIO, path: Path, memory: npt.NDArray[np.uint8], stop: Stop, wrote: Callable[[int], None]
-    ) -> str:
-        """Write everything: its digest.
-
-        Args:
-            file: an empty file.
-            path: where it is, for messages.
-            memory: to put together in what is written.
-            stop: ends it early.
-            wrote: told how many bytes were written, after each piece.
-        """
-        blocks = BlockFile(file, path, memory, stop, wrote)
+    def write(self, blocks: BlockFile) -> str:
+        """Write everything into a new file: its digest."""
         blocks.add(np.frombuffer(self._header, np.uint8))
         for tensor in self._tensors.values():
             blocks.add(_bytes_of(tensor.contiguous()))
@@ -144,7 +131,9 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    # Large tensors begin at a block, so that they may be written from where they are.
+    aligned = BLOCK_BYTES if start >= LARGE_BYTES else 8
+    text += b" " * (-(8 + len(text)) % aligned)
     if len(text) > HEADER_BYTES:
         raise CheckpointError(f"expected at most {HEADER_BYTES} bytes for the names of tensors, found {len(text)}")
     return len(text).to_bytes(8, "little") + text

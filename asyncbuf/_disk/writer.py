@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncbuf._disk import digests, files, housekeeping, manifest
-from asyncbuf._disk.blocks import BlockMemory
+from asyncbuf._disk.blocks import BlockFile, BlockMemory
 from asyncbuf._disk.documents import Document
 from asyncbuf._disk.housekeeping import Found
 from asyncbuf._disk.links import Links
@@ -220,7 +220,9 @@ class CheckpointWriter:
                 self._files[name] = entry
                 self._transfer.used_again(entry["bytes"])
                 return
-        self._write(name, tensors(), identity)
+        with self._pipeline.turns:
+            made = tensors()
+        self._write(name, made, identity)
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor], identity: str | None) -> None:
         self._stop.check()
@@ -236,7 +238,8 @@ class CheckpointWriter:
 
     def _write_file(self, path: Path, content: TensorFile, entry: dict[str, Any]) -> None:
         with self._memory.lent(content.nbytes) as memory, files.create(path) as file:
-            entry[digests.KIND] = content.write(file, path, memory, self._stop, self._transfer.wrote)
+            blocks = BlockFile(file, path, memory, self._stop, self._transfer.wrote, self._pipeline.turns)
+            entry[digests.KIND] = content.write(blocks)
             files.sync(file, path)
             found = files.status(file, path)
         entry["bytes"] = found.st_size

@@ -31,7 +31,7 @@ SEGMENT_BYTES = 1024 * 1024
 # The less there is in a chunk, the less is written again when some of it has changed; the more, the fewer files.
 CHUNK_BYTES = 8 * 1024 * 1024
 _SPARE_CHUNKS = 8
-_ALIGNED = 64
+_BLOCK_BYTES = 4096
 
 
 class RowMemory:
@@ -141,15 +141,21 @@ class FrozenRows:
 
 
 def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.ndarray[Any, Any]]:
-    """Arrays ``[count, *shape]`` of bits, with anything in them, in one piece of memory."""
-    sizes = [-(-count * field.nbytes // _ALIGNED) * _ALIGNED for field in fields]
-    memory = spare.take(sum(sizes))
-    arrays, start = [], 0
-    for field, size in zip(fields, sizes, strict=True):
+    """Arrays ``[count, *shape]`` of bits, with anything in them, in one piece of memory.
+
+    They lie in it as they will in a file, as far from a block of the disk: so they can be written from there.
+    """
+    names = _names(fields)
+    order = sorted(range(len(fields)), key=lambda number: (-fields[number].bits.itemsize, names[number]))
+    memory = spare.take(sum(count * field.nbytes for field in fields) + _BLOCK_BYTES)
+    start = -memory.ctypes.data % _BLOCK_BYTES
+    arrays = {}
+    for number in order:
+        field = fields[number]
         raw = memory[start : start + count * field.nbytes]
-        arrays.append(raw.view(field.bits).reshape(count, *field.shape))
-        start += size
-    return arrays
+        arrays[number] = raw.view(field.bits).reshape(count, *field.shape)
+        start += count * field.nbytes
+    return [arrays[number] for number in range(len(fields))]
 
 
 def _names(fields: Sequence[Field]) -> list[str]:

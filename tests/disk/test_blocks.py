@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from io import FileIO
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _BLOCK = files.BLOCK_BYTES
 _MEMORY = blocks._MEMORY_BYTES
-_SIZES = [0, 1, 100, _BLOCK, blocks._LARGE_BYTES - 1, blocks._LARGE_BYTES, blocks._LARGE_BYTES + 1]
+_SIZES = [0, 1, 100, _BLOCK, blocks.LARGE_BYTES - 1, blocks.LARGE_BYTES, blocks.LARGE_BYTES + 1]
 _SIZES += [_MEMORY - 1, _MEMORY, _MEMORY + 1, _MEMORY + _BLOCK, 2 * _MEMORY + 12_345]
 
 
@@ -60,7 +61,7 @@ def pieces(content: np.ndarray[Any, Any], sizes: list[int]) -> Iterator[np.ndarr
 
 def written(file: FileIO, path: Path, content: np.ndarray[Any, Any], memory: BlockMemory, sizes: list[int]) -> str:
     with file, memory.lent(len(content)) as lent:
-        made = BlockFile(file, path, lent, Stop(), nothing)
+        made = BlockFile(file, path, lent, Stop(), nothing, contextlib.nullcontext())
         for piece in pieces(content, sizes):
             made.add(piece)
         return made.end()
@@ -74,6 +75,26 @@ def test_the_bytes_are_those_that_were_added(nbytes: int, tmp_path: Path, memory
         digest = written(files.create(path), path, content, memory, sizes)
         assert path.read_bytes() == content.tobytes()
         assert digest == blake3(content.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("before", [0, 1, 100, _BLOCK, 3 * _BLOCK + 5])
+@pytest.mark.parametrize("offset", [0, 1, 100, _BLOCK - 100])
+@pytest.mark.parametrize("nbytes", [blocks._LEAST_BYTES + 100, _MEMORY + 12_345])
+def test_what_lies_as_it_will_in_the_file_is_written_from_there(
+    before: int, offset: int, nbytes: int, tmp_path: Path, memory: BlockMemory
+) -> None:
+    whole = content_of(nbytes + 2 * _BLOCK)
+    start = -whole.ctypes.data % _BLOCK + offset
+    content, first = whole[start : start + nbytes], content_of(before)
+    path = tmp_path / "file"
+    with files.create(path) as file, memory.lent(_MEMORY) as lent:
+        made = BlockFile(file, path, lent, Stop(), nothing, contextlib.nullcontext())
+        for piece in (first, content, content[:1000], content):
+            made.add(piece)
+        digest = made.end()
+    expected = b"".join(piece.tobytes() for piece in (first, content, content[:1000], content))
+    assert path.read_bytes() == expected
+    assert digest == blake3(expected).hexdigest()
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
@@ -113,7 +134,7 @@ def test_a_system_without_it_writes_through_the_page_cache(
 def test_writing_ends_early(tmp_path: Path, memory: BlockMemory) -> None:
     path, stop = tmp_path / "file", Stop()
     with files.create(path) as file, memory.lent(3 * _MEMORY) as lent:
-        made = BlockFile(file, path, lent, stop, nothing)
+        made = BlockFile(file, path, lent, stop, nothing, contextlib.nullcontext())
         made.add(content_of(_MEMORY))
         stop.set()
         with pytest.raises(StoppedError):
