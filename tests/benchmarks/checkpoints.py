@@ -50,6 +50,15 @@ def removed(path: Path) -> Path:
     return path
 
 
+def forgotten(path: Path) -> None:
+    """Let the system forget what it knows of files, so that reading them is reading from the disk."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file() and hasattr(os, "posix_fadvise"):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def write_plain(content: np.ndarray[Any, Any], path: Path) -> None:
     """What writing costs at least: the same bytes in one file, synced."""
     with path.open("wb", buffering=0) as file:
@@ -103,9 +112,9 @@ async def files(folder: Path, scale: float, rounds: int) -> AsyncIterator[Compar
         other = ReplayBuffer(TensorStorage(count), batch_size=256, prefetch=2)
         await other.load(path)
 
-    yield Comparison(
-        f"loading {size}", [timed("load()", load), threaded("one plain file", read_plain, plain)], 1, rounds
-    )
+    loading = timed("load()", load, functools.partial(forgotten, path))
+    reading = threaded("one plain file", read_plain, plain, before=functools.partial(forgotten, plain))
+    yield Comparison(f"loading {size} from the disk", [loading, reading], 1, rounds)
     again = functools.partial(buffer.save, second, base=path)
     unchanged = timed("nothing has changed", again, lambda: removed(second))
     yield Comparison(f"save(base=...) of {size}", [timed("save()", full_of(buffer, path)), unchanged], 1, rounds)
@@ -171,17 +180,20 @@ async def loop(folder: Path, scale: float, rounds: int) -> AsyncIterator[Compari
             await buffer.extend(written)
             await asyncio.sleep(0)
 
-    async def one(saves: bool) -> None:
+    async def one(saves: bool, step: float) -> None:
         lags, batches = Lags(), 0
 
         async def consume() -> None:
             nonlocal batches
             while True:
                 await buffer.sample()
+                if step:
+                    await buffer.extend(written)
+                    time.sleep(step)  # noqa: ASYNC251 (what a training step does, without the lock)
                 batches += 1
 
         removed(path)
-        async with running(lags.ticks, write, consume):
+        async with running(*([consume] if step else [lags.ticks, write, consume])):
             begun = time.perf_counter()
             if saves:
                 await buffer.save(path)
@@ -189,18 +201,23 @@ async def loop(folder: Path, scale: float, rounds: int) -> AsyncIterator[Compari
                 await asyncio.sleep(seconds)
             lasted = time.perf_counter() - begun
         kept = found["with" if saves else "without"]
+        if step:
+            kept.setdefault("step", []).append(lasted / max(1, batches))
+            return
         for name, value in (("p99", lags.at(0.99)), ("longest", lags.at(1.0)), ("batch", lasted / max(1, batches))):
             kept.setdefault(name, []).append(value)
 
     for number in range(rounds + 1):
         for saves in (True, False):
-            await one(saves)
+            for step in (0.0, 0.002):
+                await one(saves, step)
             if not number:
                 found["with" if saves else "without"].clear()
     titles = {
         "p99": "lag of the event loop, 99th percentile",
         "longest": "lag of the event loop, longest",
-        "batch": "seconds for a batch, with a writer at full speed",
+        "batch": "seconds for a batch, with a writer and a consumer at full speed",
+        "step": "seconds for a step of 2 ms that takes a batch and writes 8 rows",
     }
     for name, title in titles.items():
         contenders = [
