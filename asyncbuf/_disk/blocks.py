@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from asyncbuf._disk.stop import Stop
 
-# What is hashed and written at a time: a chunk of rows and its header. Getting the interpreter's lock back costs more
-# than a smaller piece.
-_MEMORY_BYTES = 8 * 1024 * 1024 + 64 * 1024
+# What is put together before it is written. More of it would lie in pages of 2 MB, whose first touch takes long.
+_MEMORY_BYTES = 2 * 1024 * 1024
+# What is hashed and written at a time. Getting the interpreter's lock back costs more than a smaller piece.
+_PIECE_BYTES = 8 * 1024 * 1024
 # Smaller files go through the page cache.
 LARGE_BYTES = 1024 * 1024
 # Fewer bytes are copied before they are written, even where they lie as they will in the file.
@@ -97,8 +98,8 @@ class BlockFile:
         if self._is_direct and whole >= _LEAST_BYTES and (content.ctypes.data + begun) % files.BLOCK_BYTES == 0:
             self._copy(content[:begun])
             self._flush()
-            for start in range(begun, begun + whole, _MEMORY_BYTES):
-                self._write(content[start : min(start + _MEMORY_BYTES, begun + whole)])
+            for start in range(begun, begun + whole, _PIECE_BYTES):
+                self._write(content[start : min(start + _PIECE_BYTES, begun + whole)])
             content = content[begun + whole :]
         self._copy(content)
 

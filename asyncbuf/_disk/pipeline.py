@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # Files on their way; a larger one is on its way alone.
 MOST_BYTES = 48 * 1024 * 1024
-MOST_JOBS = COPIERS + 2
+MOST_JOBS = max(2, COPIERS)
 
 
 class Pipeline:

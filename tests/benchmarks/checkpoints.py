@@ -194,6 +194,9 @@ async def loop(folder: Path, scale: float, rounds: int) -> AsyncIterator[Compari
 
         removed(path)
         async with running(*([consume] if step else [lags.ticks, write, consume])):
+            await asyncio.sleep(0.1 * seconds)  # as in a run, not as in its first milliseconds
+            lags.values.clear()
+            batches = 0
             begun = time.perf_counter()
             if saves:
                 await buffer.save(path)
