@@ -378,7 +378,7 @@ async def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     files = sum(file.stat().st_size for file in (tmp_path / "a").rglob("data-*/**/*") if file.is_file())
     assert progress.done == progress.total == files
     assert (progress.fraction, progress.linked, progress.stage) == (1.0, 0, SaveStage.COMMITTED)
-    assert repr(handle) == f"<SaveHandle {tmp_path / 'a'}, committed: 12.2 of 12.2 MB>"
+    assert repr(handle) == f"<SaveHandle {tmp_path / 'a'}, committed: 12.3 of 12.3 MB>"
 
 
 async def test_progress_counts_files_that_are_used_again(tmp_path: Path) -> None:
