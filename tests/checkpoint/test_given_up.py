@@ -282,6 +282,7 @@ async def test_aclose_waits_for_a_save(tmp_path: Path, writing: Stop) -> None:
         handle = buffer.save_soon(tmp_path / "a")
         await writing.come.reached()
         closing = [crew.start(buffer.aclose()) for _ in range(2)]
+        await until(lambda: buffer._life.is_idle)  # the background work has ended: what is left is the save
         with pytest.raises(TimeoutError, match="a save is still being written"):
             await buffer.aclose(0.001)
         assert not closing[0].done()
