@@ -7,7 +7,9 @@ from asyncbuf.batch import Batch, Draw
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.checkpoint._freeze import Freeze, FreezeState
 from asyncbuf.checkpoint.checkpointer import Checkpointer, RestoredCheckpoint
+from asyncbuf.checkpoint.saving import SaveHandle, SaveProgress, SaveStage
 from asyncbuf.checkpoint.snapshot import Snapshot
+from asyncbuf.checkpoint.stopping import StopSignal
 from asyncbuf.errors import (
     AsyncBufError,
     BufferClosedError,
@@ -19,6 +21,7 @@ from asyncbuf.errors import (
     CheckpointVersionError,
     PrefetchError,
     SchemaError,
+    SupersededError,
     WrongLoopError,
 )
 from asyncbuf.limiter import Limiter, MinSize
@@ -78,12 +81,17 @@ __all__ = [
     "Runs",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SaveHandle",
+    "SaveProgress",
+    "SaveStage",
     "SchemaError",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Snapshot",
     "Snapshotable",
+    "StopSignal",
     "Storage",
+    "SupersededError",
     "TensorStorage",
     "TrajectorySampler",
     "WriteEvent",

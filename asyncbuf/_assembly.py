@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from asyncbuf._config import INDEX_NBYTES
 from asyncbuf._ingest.admission import Admission
 from asyncbuf._ingest.write_path import WritePath
 from asyncbuf._prefetch.prefetch import Prefetch
 from asyncbuf._prefetch.transforms import TransformChain
-from asyncbuf._runtime.arguments import count
+from asyncbuf._runtime.arguments import count, fits_memory
 from asyncbuf._runtime.lifecycle import Lifecycle
 from asyncbuf._runtime.reentry import ReentryGuard
 from asyncbuf._runtime.threads import Threads
@@ -23,6 +24,9 @@ from asyncbuf.stats import BufferStats
 if TYPE_CHECKING:
     from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.queue import TicketQueue
+
+# Up to so many rows of a batch, nobody asks whether they fit into memory.
+_LARGE = 1 << 20
 
 
 class Assembly:
@@ -70,7 +74,7 @@ class Assembly:
         # Others can make a batch that a transform waits for, unless all must wait for that transform.
         self.guard.helpers = 0 if chain.ordered else config.workers - 1
         threads = Threads(config.workers)
-        self.admission = Admission(self.table) if config.limiter.holds_writers else None
+        self.admission = Admission(self.table, self.guard) if config.limiter.holds_writers else None
         prefetch = Prefetch(
             self.table,
             chain,
@@ -124,6 +128,9 @@ class Assembly:
         main = self.pipeline.main_queue
         if batch_size is not None:
             batch_size = count(batch_size, "batch_size", 1, example=256)
+            if batch_size > _LARGE:
+                row_nbytes = self.table.storage.gather_nbytes(batch_size) // batch_size
+                fits_memory(batch_size, INDEX_NBYTES + row_nbytes, "batch_size")
             self.table.sampler.check(self.table.storage.capacity, batch_size)
             return self.queues.of(batch_size)
         if main is None:

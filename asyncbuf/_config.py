@@ -9,12 +9,15 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from asyncbuf._runtime.arguments import count, instance_of, shown
+from asyncbuf._runtime.arguments import count, fits_memory, flag, instance_of, shown
 from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.storage import Storage
 from asyncbuf.writer import RoundRobinWriter, Writer
 
+# Far more than any use: a task belongs to each worker, and a batch to each ticket.
+MOST_PREFETCH, MOST_WORKERS = 1_000_000, 10_000
+INDEX_NBYTES = 8
 Transform: TypeAlias = Callable[..., Any]
 Collate: TypeAlias = Callable[[Any], Any]
 
@@ -82,12 +85,12 @@ class BufferConfig:
             writer=_writer(writer),
             limiter=_limiter(limiter, min_size),
             batch_size=None if batch_size is None else count(batch_size, "batch_size", 1, example=256),
-            prefetch=count(prefetch, "prefetch", 0, example=2),
-            workers=count(workers, "workers", 1, example=2),
+            prefetch=count(prefetch, "prefetch", 0, most=MOST_PREFETCH, example=2),
+            workers=count(workers, "workers", 1, most=MOST_WORKERS, example=2),
             transforms=_transforms(transform),
             collate_fn=_collate(collate_fn),
             device=_device(device),
-            pin_memory=instance_of(pin_memory, bool, "pin_memory", example="True"),
+            pin_memory=flag(pin_memory, "pin_memory"),
             generator=_generator(generator),
         )
         config._check_together()
@@ -98,6 +101,7 @@ class BufferConfig:
             raise ValueError(f"batch_size: expected one, because prefetch is {self.prefetch}; found None")
         self.limiter.check(self.storage.capacity)
         if self.batch_size is not None:
+            fits_memory(self.batch_size, INDEX_NBYTES, "batch_size")
             self.sampler.check(self.storage.capacity, self.batch_size)
 
     @property

@@ -68,9 +68,9 @@ class Draw(NamedTuple):
         return draw._replace(info=draw.info or _NOTHING, joins=draw.joins or _NOTHING)
 
     def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
-        """Pickle, which a read-only mapping does not."""
+        """Pickle the rows of this draw, and not the memory that others share with them."""
         rest = (self.shape, self.lengths, dict(self.joins))
-        return Draw.of, (self.indices, dict(self.info), self.epoch, self.last, *rest)
+        return Draw.of, own_memory((self.indices, dict(self.info), self.epoch, self.last, *rest))
 
     def __repr__(self) -> str:
         """One short line, without the values of tensors."""

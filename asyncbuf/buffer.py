@@ -13,6 +13,7 @@ import torch
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
 from asyncbuf._prefetch.queue import EpochCursor
+from asyncbuf._runtime.arguments import seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
@@ -105,6 +106,8 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         self._arguments, self._generator = config.arguments, config.generator
         parts = self._parts = Assembly(config)
         self._storage, self._table, self._life = config.storage, parts.table, parts.life
+        calls = parts.table.storage_calls
+        self._prepare, self._prepare_one = calls.prepare, calls.prepare_one
         self._gate, self._guard, self._writes = parts.gate, parts.guard, parts.writes
         self._pipeline, self._freezer, self._snapshots = parts.pipeline, parts.freezer, parts.snapshots
 
@@ -129,22 +132,42 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     async def aclose(self, timeout: float | None = None) -> None:
         """End the background work. Whoever waits is told at once; tickets that nobody took stay for the next ``open``.
 
-        Does nothing on a buffer that is not open. Safe to call from any task, and again.
+        Then wait until saves are committed that ``save_soon`` has begun; an error of theirs is for those that await
+        them. If this call is cancelled while it waits for them, they are cancelled, too, and leave nothing behind.
+
+        Does nothing on a buffer that is not open and is not being saved. Safe to call from any task, and again.
 
         Args:
-            timeout: how long to wait for transforms that still run in threads, in seconds; None waits for them.
+            timeout: how long to wait for transforms that still run in threads, and for saves, in seconds; None waits
+                for them.
 
         Raises:
-            TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does.
+            TimeoutError: a thread still runs. It is left to end by itself, and the buffer closes when it does. Or a
+                save is still being written, and goes on.
+            AsyncBufError: the caller is within a transform, or within a freeze for whose end a save waits.
+            TypeError, ValueError: the timeout is no number from 0 on.
         """
+        timeout = seconds(timeout)
         self._parts.recover()
-        if self._life.is_idle:
+        saves = self._snapshots.saves
+        if self._life.is_idle and not saves.running:
             return
         self._life.check_loop()
         self._guard.check_close()
-        self._parts.background.begin_close()
-        if not await self._parts.background.closed(timeout):
-            raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
+        saves.check_caller()
+        start = asyncio.get_running_loop().time()
+        if not self._life.is_idle:
+            self._parts.background.begin_close()
+            if not await self._parts.background.closed(timeout):
+                raise TimeoutError(f"aclose: after {timeout} s a transform still runs in a thread")
+        left = None if timeout is None else max(0.0, timeout - (asyncio.get_running_loop().time() - start))
+        try:
+            is_saved = await saves.ended(left)
+        except asyncio.CancelledError:
+            await saves.cancelled()
+            raise
+        if not is_saved:
+            raise TimeoutError(f"aclose: after {timeout} s a save is still being written")
 
     async def __aenter__(self) -> Self:
         """Open."""
@@ -196,7 +219,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             BufferFailedError: the background work ended.
         """
         await self._turn()
-        placement = await self._writes.write(self._storage.prepare, items, priority)
+        placement = await self._writes.write(self._prepare, items, priority)
         return torch.from_numpy(placement.rows)
 
     async def add(self, item: Any, *, priority: Any = None) -> int | None:
@@ -206,7 +229,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             Its row; None if the writer does not keep it.
         """
         await self._turn()
-        runs = (await self._writes.write(self._storage.prepare_one, item, priority)).runs
+        runs = (await self._writes.write(self._prepare_one, item, priority)).runs
         return runs[0].row if runs else None
 
     async def finish(self) -> None:

@@ -74,3 +74,7 @@ class CheckpointVersionError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint is intact, but does not fit the object that it is restored into."""
+
+
+class SupersededError(CheckpointError):
+    """A save that waited to be written gave way to a newer one of the same ``Checkpointer``."""

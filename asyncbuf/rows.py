@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -50,6 +51,52 @@ class RowRange:
     count: int
 
 
+class ScatteredRows(Sequence[RowRange]):
+    """Runs of one item each, or of few, without an object for each: items go to ascending rows, one after the other.
+
+    Args:
+        rows: the rows, ascending: int64 ``[kept]``.
+        item: position of the first item in what was handed to ``extend``; the others follow it.
+
+    Attributes:
+        rows: the rows.
+        item: position of the first item.
+    """
+
+    __slots__ = ("_runs", "item", "rows")
+
+    def __init__(self, rows: Int64Array, item: int) -> None:
+        self.rows: Int64Array = rows
+        self.item: int = item
+        self._runs: tuple[RowRange, ...] | None = None
+
+    def _made(self) -> tuple[RowRange, ...]:
+        if self._runs is None:
+            self._runs = tuple(runs_of(self.rows, self.item))
+        return self._runs
+
+    @overload
+    def __getitem__(self, index: int) -> RowRange: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RowRange]: ...
+    def __getitem__(self, index: int | slice) -> RowRange | Sequence[RowRange]:
+        """One run, or several."""
+        return self._made()[index]
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self._made())
+
+
+def runs_of(rows: Int64Array, item: int) -> list[RowRange]:
+    """Ascending rows, run by run; the first of them takes this item."""
+    starts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist()]
+    return [
+        RowRange(int(rows[start]), item + start, stop - start)
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)
+    ]
+
+
 class Placement(NamedTuple):
     """Where the items of one write go.
 
@@ -59,12 +106,14 @@ class Placement(NamedTuple):
     """
 
     offered: int
-    runs: tuple[RowRange, ...]
+    runs: Sequence[RowRange]
 
     @property
     def rows(self) -> Int64Array:
         """The rows that are written, in the order of the kept items: int64 ``[kept]``."""
         # By numpy, whose calls for a few rows take half the time of torch's.
+        if type(self.runs) is ScatteredRows:
+            return self.runs.rows.copy()
         if len(self.runs) == 1:
             (run,) = self.runs
             return np.arange(run.row, run.row + run.count, dtype=np.int64)
@@ -74,11 +123,15 @@ class Placement(NamedTuple):
     @property
     def keeps_all(self) -> bool:
         """Whether every item that was handed in goes to a row."""
+        if type(self.runs) is ScatteredRows:
+            return len(self.runs.rows) == self.offered
         return sum([run.count for run in self.runs]) == self.offered
 
     @property
     def items(self) -> Int64Array:
         """Positions of the kept items in what was handed in: int64 ``[kept]``."""
+        if type(self.runs) is ScatteredRows:
+            return np.arange(self.runs.item, self.runs.item + len(self.runs.rows), dtype=np.int64)
         runs = [np.arange(run.item, run.item + run.count, dtype=np.int64) for run in self.runs]
         return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
 

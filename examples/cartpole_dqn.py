@@ -6,7 +6,8 @@ What it shows:
 - the learner is a coroutine that takes `async for batch in buffer`, from batches made ready ahead of time;
 - a condition variable keeps one update to a fixed number of environment steps, so that neither side starves;
 - a truncated step is stored as not terminated, with its true next observation, so that it still bootstraps;
-- the whole run can be saved while it goes on (`--checkpoint DIR --every N`) and taken up again (`--resume`).
+- the whole run is saved in the background while it goes on (`--checkpoint DIR --every N`), once more on Ctrl-C, and
+  taken up again (`--resume`).
 
 Run it (less than a minute on two CPU cores)::
 
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import copy
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +37,7 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from asyncbuf import Checkpointer, RandomSampler, ReplayBuffer, TensorStorage
+from asyncbuf import Checkpointer, RandomSampler, ReplayBuffer, StopSignal, TensorStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,6 +203,7 @@ class Run:
     pace: Pace
     best: nn.Sequential
     resumed_at: int = 0
+    exit_code: int = 0
     best_return: float = float("-inf")
     episodes: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -322,11 +326,12 @@ async def learn(
     run: Run,
     buffer: ReplayBuffer,
     saver: Checkpointer | None,
+    stop: StopSignal | None,
     show: Callable[[], None],
 ) -> None:
     """Updates the agent batch by batch, and now and then plays greedy episodes to keep the best network."""
     config, pace = run.config, run.pace
-    async for batch in buffer:
+    async for batch in buffer if stop is None else stop.iterate(buffer):
         # Before the update, because a run that is resumed may have been finished already.
         if run.finished:
             return
@@ -337,8 +342,10 @@ async def learn(
         if pace.updates % 100 == 0 or run.finished:
             show()
         if saver is not None and (pace.updates % config.every == 0 or run.finished):
-            # Between two updates, so that weights, optimizer and buffer belong together.
-            await saver.save(pace.updates, buffer=buffer, run=run)
+            # Between two updates, so that weights, optimizer and buffer belong together. Written in the background.
+            await saver.save_soon(pace.updates, buffer=buffer, run=run)
+    if saver is not None:  # a signal came
+        await saver.save(pace.updates, buffer=buffer, run=run)
 
 
 def make_buffer(config: Config) -> ReplayBuffer:
@@ -372,9 +379,16 @@ async def train(config: Config, progress: Progress) -> Run:
         queued = buffer.stats().queued
         progress.update(bar, completed=run.pace.steps, rate=rate, episode=episode, queued=queued)
 
-    async with buffer, asyncio.TaskGroup() as tasks:
+    async with contextlib.AsyncExitStack() as stack:
+        stop = None
+        if saver is not None:
+            await stack.enter_async_context(saver)  # its end waits for what is being written
+            stop = stack.enter_context(saver.on_signal())  # the first Ctrl-C or SIGTERM lets it save once more and end
+        await stack.enter_async_context(buffer)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         collectors = [tasks.create_task(collect(run, buffer, index)) for index in range(config.envs)]
-        await learn(run, buffer, saver, show)
+        await learn(run, buffer, saver, stop, show)
+        run.exit_code = 0 if stop is None else stop.exit_code
         for collector in collectors:
             collector.cancel()
     return run
@@ -433,6 +447,9 @@ def main() -> None:
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
         run = runner.run(train(config, progress))
+    if run.exit_code:
+        print(f"saved after {run.pace.updates} updates; --resume goes on from there")
+        sys.exit(run.exit_code)
     returns = evaluate(run.best, config.eval_episodes, config.seed_for(4))
     seconds = time.perf_counter() - started
     rate = (run.pace.steps - run.resumed_at) / seconds

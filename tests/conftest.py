@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import logging
 import os
 import sys
 import threading
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
 _KEPT_THREADS = ("AnyIO worker thread", "pytest_timeout")
 
 # An executor that was told to stop without waiting has threads that are done but not yet gone.
-_THREAD_GRACE_SECONDS = 1.0
+_THREAD_GRACE_SECONDS = 10.0
 
 # A task that was cancelled needs one turn of the loop to end, and each task that awaits it one more.
 _TASK_GRACE_TURNS = 5
+
+# So many cases show on one event loop each what they would show on both.
+_MANY_CASES = 4
 
 # The part of its time limit that an async test may use before its loop is stopped.
 _SOFT_LIMIT = 0.9
@@ -55,24 +59,34 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(tryfirst=True)  # before the tests that are slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``loops_in_turn``, each case is fast on one of the event loops and slow on the others."""
-    cases: dict[str, list[str]] = {}
+    """Of a test that has many cases, each case is fast on one of the event loops and slow on the other.
+
+    Of a test marked ``loops_in_turn`` also if there are few, and of one marked ``every_loop`` never.
+    """
+    if uvloop is None:
+        return
+    cases: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if item.get_closest_marker("loops_in_turn") is None or item.get_closest_marker("slow") is not None:
-            continue
-        assert isinstance(item, pytest.Function)
-        loop, _, case = item.callspec.id.partition("-")
-        seen = cases.setdefault(item.nodeid.partition("[")[0], [])
-        if case not in seen:
-            seen.append(case)
-        if loop == ("asyncio", "uvloop")[1 - seen.index(case) % 2]:
-            item.add_marker(pytest.mark.slow)
+        marks = {mark.name for mark in item.iter_markers()}
+        if "asyncio" in marks and not marks & {"slow", "every_loop"}:
+            test, _, case = item.nodeid.partition("[")
+            cases.setdefault(test, {}).setdefault(case.partition("-")[2], []).append(item)
+    for of_test in cases.values():
+        for number, (one, other) in enumerate(of_test.values()):
+            if len(of_test) >= _MANY_CASES or one.get_closest_marker("loops_in_turn") is not None:
+                # Zeros and ones that repeat nothing, so that no value of a parameter always meets the same loop.
+                (one, other)[number.bit_count() % 2].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the collector, which tests of leaks call, need not look at it again and again."""
+    """What costs little here would cost much in each of thousands of tests."""
+    # What is there by now stays: the collector, which tests of leaks call, need not look at it again and again.
     gc.collect()
     gc.freeze()
+    # torch has dozens of loggers that pass nothing on. pytest would go to each of them three times a test.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +154,17 @@ def transform_clock(monkeypatch: pytest.MonkeyPatch) -> TransformClock:
 def transforms_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sync transform is ever so quick that it leaves its thread."""
     monkeypatch.setattr("asyncbuf._prefetch.pace.INLINE_SECONDS", -1.0)
+
+
+@pytest.fixture
+def last_fifth_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a snapshot all the time it needs once it has stopped waiting for batches.
+
+    It waits for them during the first four fifths of its timeout, and has to end in the last one. With a timeout that
+    is short, so that the test is, a busy machine may need longer than that.
+    """
+    timeout = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda delay: timeout(None if delay is None else delay + 20.0))
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:

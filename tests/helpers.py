@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import itertools
 import random
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +24,7 @@ from asyncbuf import Batch, Draw, Prepared, RandomSampler, ReplayBuffer, RowRang
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
     from contextvars import Context
+    from types import FrameType
 
 T = TypeVar("T")
 
@@ -119,6 +122,34 @@ async def dismiss(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Lines:
+    """How many lines of Python run in a block: what it costs, on a machine that is busy as on one that is not."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.count += event == "line"
+        return self._trace
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        gc.disable()  # the collector may call functions of others, as it does where hypothesis is imported
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        gc.enable()
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of Python a call runs."""
+    with Lines() as lines:
+        call()
+    return lines.count
 
 
 class Crew(contextlib.AbstractAsyncContextManager["Crew"]):

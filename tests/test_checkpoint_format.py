@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncbuf import Checkpointer, ReplayBuffer, SamplerWithoutReplacement, TensorStorage
+from asyncbuf import Checkpointer, ListStorage, ReplayBuffer, SamplerWithoutReplacement, TensorStorage
 from asyncbuf.testing import difference
 from tests.helpers import seeded, within
+from tests.plain.codec_helpers import Pair
 from tests.resume_helpers import KINDS, items_of, make, noisy
 from tests.test_docs import ROOT, blocks, run
 
@@ -37,7 +38,7 @@ def page() -> Any:
 def test_the_reader_knows_nothing_of_the_package() -> None:
     code = "\n".join(block.code for block in blocks(PAGE) if block.is_runnable)
     modules = set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
-    assert modules == {"hashlib", "json", "pathlib", "numpy", "torch", "safetensors"}
+    assert modules == {"blake3", "hashlib", "json", "pathlib", "numpy", "torch", "safetensors"}
 
 
 async def test_rows_queue_and_parts(page: Any, tmp_path: Path) -> None:
@@ -73,6 +74,29 @@ async def test_rows_queue_and_parts(page: Any, tmp_path: Path) -> None:
         assert difference(checkpoint.part(snapshot, part), state[part]) is None
 
 
+async def test_items_of_every_kind(page: Any, tmp_path: Path) -> None:
+    goal = torch.ones(2)
+    items: list[Any] = [
+        *({"x": torch.full((2,), float(i)), "n": i, "text": f"é{i}", "goal": [goal, goal]} for i in range(3)),
+        *({i: 2**70, "y": (None, True, 1.5, 1 - 2j, b"z")} for i in range(2)),
+        *([np.float32(i), np.arange(i, dtype=">i4"), torch.zeros(i), [], (), "\ud800"] for i in range(3)),
+        *([np.arange(3)] * 2),
+        {},
+        [{}],
+    ]
+    buffer = ReplayBuffer(ListStorage(20), batch_size=1, collate_fn=list)
+    await buffer.extend(items)
+    await buffer.save(tmp_path / "checkpoint")
+    found = page.Checkpoint(tmp_path / "checkpoint").items()
+    assert difference(found, items) is None
+    assert found[0]["goal"][0] is found[0]["goal"][1] is found[2]["goal"][0]
+    await buffer.extend([torch.float32, torch.device("cpu"), Pair(1, 2)])
+    await buffer.save(tmp_path / "checkpoint")
+    name = f"{Pair.__module__}.Pair"
+    others = page.Checkpoint(tmp_path / "checkpoint").items()[len(items) :]
+    assert others == ["float32", "cpu", {"$type": name, "value": {"left": 1, "right": 2}}]
+
+
 async def test_values_of_every_kind_and_parts_of_a_run(page: Any, tmp_path: Path) -> None:
     buffer = await make("random")
     model = torch.nn.Linear(2, 3)
@@ -85,6 +109,8 @@ async def test_values_of_every_kind_and_parts_of_a_run(page: Any, tmp_path: Path
         "array": np.arange(6, dtype=np.float16).reshape(2, 3),
         "scalar": np.int32(-7),
         "tensor": torch.tensor([1 + 1j, 2]),
+        "many": [*range(1000), None, 2.5, "é", 2**80],
+        "pairs": [(0.5,) * 600, [b"x"] * 600],
     }
     await Checkpointer(tmp_path).save(100, buffer=buffer, model=model, values=values)
     checkpoint = page.Checkpoint(tmp_path / "step-000100")

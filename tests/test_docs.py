@@ -13,16 +13,17 @@ import re
 import sys
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from asyncbuf import Placement, ReplayBuffer, RowRange, Rows, TensorStorage, WriteEvent
+from asyncbuf.testing import assert_exact_resume, check_sampler, check_storage, check_writer
 from tests.helpers import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,9 +95,27 @@ def loaded(page: Path, name: str, modules: dict[Path, ModuleType]) -> ModuleType
     return modules[page]
 
 
+# How thorough the suites of asyncbuf.testing are that the pages call, where a page does not say it.
+SHORT: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (check_sampler, {"seeds": range(3), "steps": 24}),
+    (check_storage, {"seeds": range(2), "steps": 24}),
+    (check_writer, {"seeds": range(3), "steps": 24}),
+    (assert_exact_resume, {"at": [0, 3], "hops": 1}),
+]
+
+
 @pytest.mark.parametrize(("page", "name"), [(page, name) for page in PAGES for name in names(page)])
-def test_examples_of_tests_pass(page: Path, name: str, modules: dict[Path, ModuleType]) -> None:
-    asyncio.run(getattr(loaded(page, name, modules), name)())
+@pytest.mark.parametrize("suites", ["short", pytest.param("as-they-are", marks=pytest.mark.slow)])
+def test_examples_of_tests_pass(
+    page: Path, name: str, suites: str, modules: dict[Path, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = loaded(page, name, modules)
+    if suites == "short":
+        for suite, settings in SHORT:
+            assert suite.__kwdefaults__ is not None
+            for setting, value in settings.items():
+                monkeypatch.setitem(suite.__kwdefaults__, setting, value)
+    asyncio.run(getattr(module, name)())
 
 
 def test_the_sampler_that_uses_each_item_once_keeps_them_oldest_first(modules: dict[Path, ModuleType]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import pickle
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
 
 from asyncbuf import Draw, ListStorage, NotYet, ReplayBuffer, Sampler, Storage, TensorStorage
-from asyncbuf.testing import assert_exact_resume
+from asyncbuf.batch import Ticket
+from asyncbuf.testing import assert_exact_resume, difference
 from tests.helpers import Crew, Latch, outcomes, seeded, turns, within
 
 if TYPE_CHECKING:
@@ -19,6 +21,21 @@ if TYPE_CHECKING:
     from asyncbuf.rows import Answer
 
 SLICES, TIME = 3, 4
+
+
+def test_a_pickled_draw_takes_its_own_bytes() -> None:
+    """Rows, lengths, joins and what is said of them may be windows into a whole epoch."""
+    whole = torch.arange(100_000)
+    draw = Draw(whole[10:20], {"weight": whole[:10].float()[:10]}, lengths=whole[5:6] * 2, joins={"next": whole[30:40]})
+    draw = draw._replace(info={"weight": torch.rand(100_000)[:10]}, lengths=torch.arange(100_000)[10:11])
+    content = pickle.dumps(draw)
+    assert len(content) < 4000
+    again = pickle.loads(content)
+    assert type(again) is Draw
+    assert difference(again._asdict(), draw._asdict()) is None
+    ticket = pickle.loads(pickle.dumps(Ticket(3, draw, 5, 7)))
+    assert ticket.draw.indices.equal(draw.indices)
+    assert len(pickle.dumps(ticket)) < 4000
 
 
 class Slices(Sampler):
@@ -85,7 +102,12 @@ async def test_a_batch_has_the_shape_of_its_draw(
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["tensors", "list"])
-async def test_shapes_and_joins_are_resumed_exactly(storage: Callable[[], Storage]) -> None:
+@pytest.mark.parametrize(
+    "at", [[0, 2], pytest.param("every", marks=pytest.mark.slow)], ids=["some-points", "every-point"]
+)
+async def test_shapes_and_joins_are_resumed_exactly(
+    storage: Callable[[], Storage], at: list[int] | Literal["every"]
+) -> None:
     async def make() -> ReplayBuffer:
         buffer = ReplayBuffer(
             storage(), sampler=JoinedSlices(), batch_size=SLICES * TIME, prefetch=2, generator=seeded()
@@ -93,7 +115,7 @@ async def test_shapes_and_joins_are_resumed_exactly(storage: Callable[[], Storag
         await buffer.extend(filled(buffer._storage))
         return buffer
 
-    await assert_exact_resume(make, steps=4, ways=("snapshot", "state_dict", "directory"))
+    await assert_exact_resume(make, steps=4, at=at, ways=("snapshot", "state_dict", "directory"))
 
 
 async def test_joins_are_gathered_at_the_point_of_the_draw() -> None:

@@ -256,7 +256,7 @@ async def test_a_crowd_that_waits_for_the_first_items() -> None:
         tasks = [crew.start(collect(stream)) for _ in range(1500)]
         await turns()
         await buffer.extend(rows(8))
-        found = await outcomes(*tasks, seconds=5.0)
+        found = await outcomes(*tasks)
         assert sorted(number for numbers_found in found for number in numbers_found) == list(range(8))
 
 
@@ -407,8 +407,8 @@ async def test_aclose_ends_those_who_wait(one_pass: bool) -> None:
         tasks = [crew.start(collect(buffer.epoch() if one_pass else aiter(buffer))) for _ in range(3)]
         await turns()
         await buffer.aclose()
-        assert await outcomes(*tasks, seconds=2.0) == [[], [], []]
-        assert await within(collect(buffer.epoch() if one_pass else aiter(buffer)), 2.0) == []
+        assert await outcomes(*tasks) == [[], [], []]
+        assert await within(collect(buffer.epoch() if one_pass else aiter(buffer))) == []
 
 
 async def test_aclose_in_the_middle_of_a_pass_and_another_stream_after_opening_again() -> None:
@@ -432,9 +432,9 @@ async def test_a_crash_raises_in_those_who_wait_and_who_come(one_pass: bool) -> 
         tasks = [crew.start(collect(buffer.epoch() if one_pass else aiter(buffer))) for _ in range(3)]
         await turns()
         worker_tasks()[0].cancel()
-        assert [type(end) for end in await outcomes(*tasks, seconds=2.0)] == [BufferFailedError] * 3
+        assert [type(end) for end in await outcomes(*tasks)] == [BufferFailedError] * 3
         with pytest.raises(BufferFailedError):
-            await within(collect(buffer.epoch() if one_pass else aiter(buffer)), 2.0)
+            await within(collect(buffer.epoch() if one_pass else aiter(buffer)))
 
 
 @pytest.mark.parametrize("depth", [0, 3])

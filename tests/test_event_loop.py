@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from asyncbuf import Prepared, RowRange
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 
 # -- what runs where --------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ def test_each_example_has_arguments() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS)
 
 
+@pytest.mark.slow  # most of the time Python starts; .ci/run runs them beside the other tests
 @pytest.mark.timeout(SECONDS + 20)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_example_runs(name: str, tmp_path: Path) -> None:

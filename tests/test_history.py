@@ -25,6 +25,7 @@ from asyncbuf import (
     TensorStorage,
 )
 from tests.helpers import (
+    SECONDS,
     Crew,
     DiarySampler,
     Latch,
@@ -160,7 +161,6 @@ async def check_against_the_model(
     check_same([(b.number, b.indices.tolist(), numbers(b)) for b in others], model.others, f"seed {seed}, other size")
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -311,13 +311,15 @@ async def test_a_small_gather_waits_for_a_large_write() -> None:
 
 async def test_many_gathers_together_and_a_write_alone() -> None:
     barrier = threading.Barrier(3)
-    inside = [0]
+    lock, inside = threading.Lock(), [0]
     seen_by_write: list[int] = []
 
     def gather() -> None:
-        inside[0] += 1
-        barrier.wait(10)  # all three are here at once, or this raises
-        inside[0] -= 1
+        with lock:
+            inside[0] += 1
+        barrier.wait(SECONDS)  # all three are here at once, or this raises
+        with lock:
+            inside[0] -= 1
 
     storage = ThreadedStorage(10, on_gather=gather, on_write=lambda: seen_by_write.append(inside[0]))
     buffer = ReplayBuffer(storage, batch_size=4, workers=3)

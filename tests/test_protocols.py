@@ -95,10 +95,11 @@ async def test_a_checkpointer_takes_whatever_is_snapshotable(tmp_path: Path) -> 
 async def test_a_class_of_buffers_is_no_buffer(buffer: type[Any], tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     await checkpointer.save(1, n=1)
-    with pytest.raises(TypeError, match="expected a ReplayBuffer or an object"):
+    with pytest.raises(TypeError, match="expected a buffer or an object"):
         await checkpointer.restore(n=buffer)
 
 
+@pytest.mark.loops_in_turn
 async def test_the_resume_battery_takes_whatever_is_resumable() -> None:
     await assert_exact_resume(far, steps=5, feed=feed, ways=["snapshot", "state_dict", "directory"])
 

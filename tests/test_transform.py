@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from asyncbuf import ListStorage, ReplayBuffer, TensorStorage
 from asyncbuf._prefetch.transforms import Partial, TransformChain, mixed_seed
 from asyncbuf._runtime.threads import Threads
+from tests.helpers import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
@@ -225,7 +226,7 @@ async def test_result_of_a_thread_is_kept_when_the_wait_is_cancelled(threads: Th
 
     def slow(data: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
-        assert may_end.wait(10)
+        assert may_end.wait(SECONDS)
         return data + 1
 
     kept: list[Partial] = []

@@ -11,6 +11,7 @@ from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf._table.table import Table
 
 
@@ -61,10 +62,12 @@ class Admission:
 
     Args:
         table: whose limiter decides.
+        guard: refuses to let a transform wait for the limiter, which may wait for the batch that it makes.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, guard: ReentryGuard) -> None:
         self._table = table
+        self._guard = guard
         self._limits = table.limits
         # Ordered, so that taking the first and taking out any takes the same time however many there are.
         self._waiting: OrderedDict[_Writer, None] = OrderedDict()
@@ -82,17 +85,13 @@ class Admission:
 
         Raises:
             Exception: the limiter says that they never can be written, or the buffer takes no more.
+            AsyncBufError: they are held back, and the call comes from within a transform that makes a batch.
         """
         # Asked even if others wait: what can never be written is refused at once.
         if self._may_write(items) and not self._waiting:
             return self._granted(items)
-        writer = _Writer(items)
-        self._waiting[writer] = None
-        try:
-            await writer.wake
-        except BaseException:
-            self._leave(writer)
-            raise
+        with self._guard.waiting("extend() or add", why="the limiter may hold it back until that batch is handed over"):
+            writer = await self._waited(items)
         if writer.grant is not None:
             return writer.grant
         assert writer.error is not None
@@ -101,6 +100,16 @@ class Admission:
             raise error
         finally:
             del error  # it holds this frame, which must not hold it in turn
+
+    async def _waited(self, items: int) -> _Writer:
+        writer = _Writer(items)
+        self._waiting[writer] = None
+        try:
+            await writer.wake
+        except BaseException:
+            self._leave(writer)
+            raise
+        return writer
 
     def _may_write(self, items: int) -> bool:
         return bool(self._limits.may_write(self._table.rows, items))

@@ -70,7 +70,7 @@ class WritePath:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._table = table
-        self._storage = table.storage
+        self._storage = table.storage_calls
         self._gate = gate
         self._threads = threads
         self._admission = admission
@@ -78,7 +78,6 @@ class WritePath:
         self._draws = draws
         self._fail = fail
         self.last_writer = LastWriter()
-        self._tells_sampler = not table.sampler.hooks.isdisjoint(("wrote", "written"))
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
 
@@ -124,9 +123,7 @@ class WritePath:
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         if self._asks_others:
             placement = shielded(self._write_rows, prepared, grant)
-        elif self._tells_sampler or self._table.has_write_events:
-            placement = self._write_rows(prepared, grant)
-        else:  # the same without what only they need: this is worth a tenth of the time of a small write
+        else:  # the same without what only others need: this is worth a tenth of the time of a small write
             placement = self._table.place(prepared.count)
             self._storage.write(prepared, placement.runs)
             self._table.commit(placement)
@@ -178,11 +175,10 @@ class WritePath:
         except BaseException as error:
             self._broken(error, "the items were written, but the writer did not take that")
         self._end(grant)
-        if self._tells_sampler:
-            try:
-                self._table.wrote(placement, event)
-            except BaseException as error:
-                self._broken(error, "the items were written, but the sampler did not take that")
+        try:
+            self._table.wrote(placement, event)
+        except BaseException as error:
+            self._broken(error, "the items were written, but the sampler did not take that")
 
     def _end(self, grant: Grant | None) -> None:
         """The items are in the table: they do not count as admitted any more."""
@@ -215,7 +211,7 @@ class WritePath:
     async def remove(self, which: Any) -> int:
         """Remove the rows of a batch, or bare rows: how many left."""
         rows, write_count = drawn_rows(which)
-        rows = checks.row_numbers(rows, self._storage.capacity, "remove")
+        rows = shielded(checks.row_numbers, rows, self._table.storage.capacity, "remove")
         return await self._gate.apply(functools.partial(self._remove, rows, write_count), exclusive=True)
 
     def _remove(self, rows: Int64Array, write_count: int | None) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from asyncbuf._runtime.arguments import flag, shown
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
@@ -95,8 +96,13 @@ def register_container(cls: type, container: Container) -> None:
         container: how it is taken apart and put together.
 
     Raises:
+        TypeError: an argument is of another kind.
         ValueError: the name is taken by another container.
     """
+    _check_class(cls, "register_container")
+    if not isinstance(container, Container):
+        raise TypeError(f"container: expected a Container, found {shown(container)}")
+    _check_name(container.name)
     taken = _container_names.get(container.name)
     if container.name == LEAF_KIND or (taken is not None and taken is not _containers.get(cls)):
         names = sorted([LEAF_KIND, *_container_names])
@@ -199,8 +205,15 @@ def register_codec(
         subclasses: whether values of subclasses go the same way; they come back as what ``decode`` returns.
 
     Raises:
+        TypeError: an argument is of another kind.
         ValueError: the name is taken by another type.
     """
+    _check_class(cls, "register_codec")
+    _check_name(name)
+    flag(subclasses, "subclasses")
+    for function, which in ((encode, "encode"), (decode, "decode")):
+        if not callable(function):
+            raise TypeError(f"{which}: expected a function, found {shown(function)}")
     add_codec(cls, Codec(name or _full_name(cls), encode, decode, subclasses))
 
 
@@ -217,6 +230,16 @@ def add_codec(cls: type, codec: Codec) -> None:
         )
     _codecs[cls] = _codec_names[codec.name] = codec
     _codecs_looked_up.clear()
+
+
+def _check_class(cls: Any, what: str) -> None:
+    if not isinstance(cls, type):
+        raise TypeError(f"{what}: expected a class, found {shown(cls)}: write type(...) for that of an object")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, found {shown(name)}")
 
 
 def _full_name(cls: type) -> str:
@@ -237,6 +260,8 @@ def register_type(cls: type[T], *, name: str = "") -> type[T]:
         TypeError: it is none of the three.
         ValueError: the name is taken by another type.
     """
+    _check_class(cls, "register_type")
+    _check_name(name)
     make: Any = cls
     encode: Callable[[Any], Any]
     if issubclass(cls, enum.Flag):

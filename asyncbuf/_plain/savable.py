@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from asyncbuf._plain import registry
 from asyncbuf._runtime.atoms import ATOMS, holds_atoms
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 _DENSE = torch.strided
+# What classes of tensors have that hold their numbers themselves.
+_HOLDS_DATA = cast("Any", torch.Tensor).__torch_dispatch__
 # How deep values may be nested.
 DEPTH = 100
 # The dtypes of tensors that a checkpoint can hold.
@@ -54,10 +57,19 @@ class MisfitError(Exception):
 def tensor_problem(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be saved; None if it can."""
     # Quantized tensors have dtypes of their own.
-    if tensor.layout is torch.strided and tensor.dtype in SAVABLE_DTYPES and not tensor.is_nested:
-        return "expected a tensor with data, found one on the meta device" if tensor.is_meta else None
-    nested = ", nested" if tensor.is_nested else ""
-    return f"expected a dense tensor of a common dtype, found {tensor.layout}, {tensor.dtype}{nested}"
+    if tensor.layout is not torch.strided or tensor.dtype not in SAVABLE_DTYPES or tensor.is_nested:
+        nested = ", nested" if tensor.is_nested else ""
+        return f"expected a dense tensor of a common dtype, found {tensor.layout}, {tensor.dtype}{nested}"
+    if tensor.is_meta:
+        return "expected a tensor with data, found one on the meta device"
+    kind: Any = type(tensor)
+    if kind is torch.Tensor:
+        return None
+    if is_lazy(tensor):
+        return "expected a tensor with data, found that of a lazy module, which has none before its first input"
+    if kind.__torch_dispatch__ is not _HOLDS_DATA:
+        return f"expected a tensor that holds its numbers itself, found a {kind.__qualname__}; {registry.HINT}"
+    return None
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
@@ -137,16 +149,18 @@ def _array(value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
 
 
 def _other(value: Any, depth: int) -> None:
-    if isinstance(value, torch.Tensor):
-        _tensor(value)
-    elif isinstance(value, np.generic):
+    if isinstance(value, np.generic):
         _array(value, depth)
     elif (codec := registry.codec_of(type(value))) is not None:
         if codec.takes_apart:
             _check_depth(depth)
             _look(_taken_apart(codec, value), depth + 1)
+    elif isinstance(value, torch.Tensor):
+        _tensor(value)
     elif isinstance(value, np.ma.MaskedArray):
         raise MisfitError("expected a plain array, found one with a mask")
+    elif isinstance(value, np.ndarray):
+        _array(value, depth)
 
 
 def _taken_apart(codec: registry.Codec, value: Any) -> Any:

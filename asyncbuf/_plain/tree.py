@@ -242,8 +242,3 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to every leaf; the structure stays, and so do the leading axes of TensorDicts."""
     leaves, spec = flatten(tree, batched=False)
     return unflatten(spec, [function(leaf) for leaf in leaves])
-
-
-def copy_containers(tree: Any) -> Any:
-    """The same leaves in fresh containers, so that replacing a leaf in one tree does not show in the other."""
-    return map_leaves(lambda leaf: leaf, tree)

@@ -11,6 +11,7 @@ from asyncbuf._runtime.supervisor import Supervisor, detached, logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.queue import TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
@@ -25,6 +26,7 @@ class Background:
         gate: the history.
         queues: whose tickets are made into batches.
         fetcher: whose work the workers do.
+        drawer: ends what it is at before the buffer is closed.
         workers: how many.
         refuse: told why, when nobody will be admitted any more: each ends the waiting of its own.
     """
@@ -35,6 +37,7 @@ class Background:
         gate: HistoryGate,
         queues: TicketQueues,
         fetcher: Fetcher,
+        drawer: Drawer,
         workers: int,
         refuse: Sequence[Callable[[Callable[[], Exception]], None]] = (),
     ) -> None:
@@ -42,6 +45,7 @@ class Background:
         self._gate = gate
         self._queues = queues
         self._fetcher = fetcher
+        self._drawer = drawer
         self._workers = workers
         self._ending = _Ending(lifecycle, queues, fetcher, (gate.refuse, *refuse))
         self._supervisor: Supervisor | None = None
@@ -57,6 +61,7 @@ class Background:
 
     def begin_close(self) -> None:
         """Tell everyone that waits, and let the workers end."""
+        self._drawer.catch_up()
         self._ending.close()
         if self._supervisor is not None:
             self._supervisor.stop()
@@ -76,6 +81,7 @@ class Background:
             self._supervisor.abandon()
         self._supervisor = None
         self._gate.reset()
+        self._drawer.abandon()
         self._queues.abandon()
         self._fetcher.abandon()
         self._life.closed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from asyncbuf._prefetch.queue import Entry
@@ -10,14 +12,20 @@ from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 from asyncbuf.batch import Batch, Draw, Ticket, batch_of
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.gather import Gatherer
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueue, TicketQueues, Waiter
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
+
+# So many tickets are drawn in a row before anybody looks at the clock; then, for so many seconds in one step.
+_BURST = 8
+_SLICE_SECONDS = 0.003
 
 
 class Drawer:
@@ -29,6 +37,7 @@ class Drawer:
         queues: where tickets go.
         gatherer: reads rows.
         fetcher: makes tickets into batches.
+        in_order: knows which failed ticket holds up others.
         lifecycle: that of the buffer; nothing is drawn while it is not open.
         went_on: called after each draw and each change of the table; None if nobody waits for that.
 
@@ -43,6 +52,7 @@ class Drawer:
         queues: TicketQueues,
         gatherer: Gatherer,
         fetcher: Fetcher,
+        in_order: InOrder,
         lifecycle: Lifecycle,
         went_on: Callable[[], None] | None = None,
     ) -> None:
@@ -51,9 +61,11 @@ class Drawer:
         self._queues = queues
         self._gatherer = gatherer
         self._fetcher = fetcher
+        self._in_order = in_order
         self._life = lifecycle
         self._counts = queues.counts
         self._went_on = went_on
+        self._slices = _Slices(gate, lifecycle)
         self.finished = False
 
     def finish(self) -> None:
@@ -93,10 +105,18 @@ class Drawer:
             self._went_on()
 
     def fill(self, queue: TicketQueue) -> None:
+        """Draw what the calls call for: all of it in this turn of the history, and much of it in several slices."""
+        if self._slices.waiting:
+            self._slices.waiting.append(queue)
+            return
         queue.error = None
+        drawn = 0
         try:
             while queue.wants_more and self._life.reason is None and self._may_draw(queue):
+                if drawn >= _BURST and self._slices.cuts(queue, drawn, self.fill):
+                    break
                 self._line_up(queue, self._table.draw(queue.batch_size))
+                drawn += 1
         except BaseException as error:
             queue.error = detached(as_failure(error))
             if not isinstance(error, FAILURES):
@@ -104,6 +124,14 @@ class Drawer:
         finally:
             if queue.waiters:
                 queue.notify()
+
+    def catch_up(self) -> None:
+        """Draw now what is left of the turn, because the buffer is being closed."""
+        self._slices.hurry(self.fill)
+
+    def abandon(self) -> None:
+        """The event loop was closed in the middle of everything."""
+        self._slices.forget()
 
     def _may_draw(self, queue: TicketQueue) -> bool:
         """Whether the ticket that is wanted may be drawn now. Consumers whose pass has no more are parked."""
@@ -142,7 +170,7 @@ class Drawer:
 
     def retry_first(self, queue: TicketQueue) -> None:
         """Try a ticket again whose failure a consumer has seen."""
-        for entry in (queue.entries[0] if queue.entries else None, self._fetcher.stuck):
+        for entry in (queue.entries[0] if queue.entries else None, self._in_order.stuck):
             if entry is not None and entry.reported and self._life.reason is None:
                 self._counts.retries += 1
                 entry.retry()
@@ -202,6 +230,73 @@ class Drawer:
         self._counts.dropped += len(entries)
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
-        self._fetcher.next_in_order()
-        self._fetcher.went_on()
+        self._fetcher.dropped(entries)
         self._gate.submit(self.table_changed)
+
+
+class _Slices:
+    """Many draws of one turn of the history, in several steps of the event loop. The turn does not end meanwhile.
+
+    Args:
+        gate: the history.
+        lifecycle: that of the buffer.
+
+    Attributes:
+        waiting: the queues for which there is more to draw in this turn, in order.
+    """
+
+    def __init__(self, gate: HistoryGate, lifecycle: Lifecycle) -> None:
+        self._gate = gate
+        self._life = lifecycle
+        self._start = 0.0
+        self._hurries = False
+        self._next: asyncio.Handle | None = None
+        self.waiting: deque[TicketQueue] = deque()
+
+    def cuts(self, queue: TicketQueue, drawn: int, fill: Callable[[TicketQueue], None]) -> bool:
+        """Whether the rest of a queue is for a later step, which then comes by itself.
+
+        Args:
+            queue: the queue.
+            drawn: how many tickets this step has drawn for it.
+            fill: draws the rest. Not kept for longer than that takes: it belongs to whoever has this object.
+        """
+        now = time.perf_counter()
+        if drawn == _BURST:
+            self._start = now
+        if now - self._start < _SLICE_SECONDS or self._hurries or self._life.loop is None:
+            return False
+        self.waiting.append(queue)
+        if self._next is None:
+            self._gate.occupy()
+            self._next = self._life.loop.call_soon(self._go_on, fill)
+        return True
+
+    def _go_on(self, fill: Callable[[TicketQueue], None]) -> None:
+        waiting, self.waiting = self.waiting, deque()
+        try:
+            while waiting and not self.waiting:
+                fill(waiting.popleft())
+        finally:
+            self.waiting += waiting
+            self._next = None
+            if self.waiting and self._life.loop is not None:
+                self._next = self._life.loop.call_soon(self._go_on, fill)
+            else:
+                self._gate.vacate()
+
+    def hurry(self, fill: Callable[[TicketQueue], None]) -> None:
+        """Draw the rest in this step."""
+        if self._next is None:
+            return
+        self._next.cancel()
+        self._hurries = True
+        try:
+            self._go_on(fill)
+        finally:
+            self._hurries = False
+
+    def forget(self) -> None:
+        """Leave the rest; the history has been reset."""
+        self._next = None
+        self.waiting.clear()

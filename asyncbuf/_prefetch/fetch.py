@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 from asyncbuf._prefetch.queue import Entry, Stage
@@ -14,15 +14,17 @@ from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from asyncbuf._prefetch.gather import Gatherer
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.offload import Offload
     from asyncbuf._prefetch.queue import TicketQueues
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
+    from asyncbuf.batch import Draw
 
 
 class Fetcher:
@@ -38,6 +40,8 @@ class Fetcher:
         queues: whose consumers look again when an entry has become a batch or has failed.
         threads: where sync transforms run.
         lifecycle: that of the buffer.
+        missing: how many rows of a draw hold no item any more.
+        in_order: the order in which stateful transforms see tickets.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Fetcher:
         queues: TicketQueues,
         threads: Threads,
         lifecycle: Lifecycle,
+        missing: Callable[[Draw], int],
+        in_order: InOrder,
     ) -> None:
         self._gatherer = gatherer
         self._chain = chain
@@ -55,21 +61,23 @@ class Fetcher:
         self._queues = queues
         self._threads = threads
         self._life = lifecycle
+        self._missing = missing
         self._todo: asyncio.Queue[Entry] = asyncio.Queue()
-        self._in_order = _InOrder()
-        self._resting = False
+        self._in_order = in_order
         self._steps: deque[asyncio.Future[None]] = deque()
+        self._at_rest: list[Callable[[], None]] = []
 
     def open(self) -> None:
         """Belong to the running event loop."""
         self._gatherer.open()
         self._todo = asyncio.Queue()
+        self._in_order.add(self._in_order.dropped)
 
     async def close(self) -> None:
         """Wait for gathers and threads; the workers have ended before."""
         await self._gatherer.close()
         await self._threads.close()
-        self._in_order.is_busy = False
+        self._not_busy()
         self.went_on()
 
     def abandon(self) -> None:
@@ -77,7 +85,8 @@ class Fetcher:
         self._threads.abandon()
         self._gatherer.abandon()
         self._steps.clear()
-        self._in_order.is_busy = self._resting = False
+        self._at_rest.clear()
+        self._in_order.is_busy = self._in_order.is_resting = False
         for entry in self._queues.entries:
             entry.gathering = False
 
@@ -93,26 +102,29 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        draw = entry.ticket.draw
-        if self._chain.quick and not draw.joins and self._gatherer.runs_here(draw.indices.shape[0], offload):
-            self._make_here(entry)
-        else:
+        is_quick = self._chain.quick and not entry.ticket.draw.joins
+        if not is_quick or not self._make_here(entry, offload):
             self._gather(entry, offload, is_urgent=is_urgent)
 
-    def _make_here(self, entry: Entry) -> None:
+    def _make_here(self, entry: Entry, offload: Offload) -> bool:
         """Gather and transform in this step, in which the ticket was drawn: whoever draws it tells the consumers.
 
         Transforms get the rows themselves, because the same ones can be gathered again as long as this step lasts.
+
+        Returns:
+            False if the rows are to be gathered elsewhere: then nothing has happened.
         """
         draw, chain, rows = entry.ticket.draw, self._chain, None
         try:
+            if not self._gatherer.runs_here(draw.indices.shape[0], offload):
+                return False
             rows = self._gatherer.gather(draw)
             if chain.steps:
                 after = chain.run_here(rows, entry.ticket.seed, is_own=True)
                 if not chain.is_done(after):
                     entry.keep(after._replace(data=self._gatherer.gather(draw)))
                     self._todo.put_nowait(entry)
-                    return
+                    return True
                 rows = after.data
         except BaseException as error:
             try:
@@ -122,10 +134,11 @@ class Fetcher:
                 self.fail(entry, error)
             if not isinstance(error, FAILURES):
                 raise
-            return
+            return True
         entry.ready(rows)
         if self._steps:
             self.went_on()
+        return True
 
     def _keep_rows(self, entry: Entry) -> None:
         """Gather the rows of a ticket again, for its next try, because a transform has changed them."""
@@ -139,9 +152,29 @@ class Fetcher:
             self._in_order.add(entries)
         for entry in entries:
             if entry.progress is None:
-                self._gate.submit(functools.partial(self._gather, entry, None, is_urgent=True))
+                self._gate.submit(functools.partial(self._gather_later, entry))
             else:
                 self._transform(entry)
+        self.next_in_order()
+
+    def dropped(self, entries: Iterable[Entry]) -> None:
+        """Nobody gets these. Stateful transforms see those that were gathered all the same, and in their turn.
+
+        Otherwise their state would depend on how far they had come.
+        """
+        if self._chain.ordered:
+            self._in_order.keep_dropped(entries)
+            self.next_in_order()
+        self.went_on()
+
+    def _gather_later(self, entry: Entry) -> None:
+        """Gather a ticket whose gather failed in the step of its draw, if there are still items in its rows."""
+        is_due = self._life.reason is None and entry.stage is Stage.DRAWN and not (entry.gathering or entry.dropped)
+        if is_due and (missing := self._missing(entry.ticket.draw)):
+            why = f"expected items in its rows, found none in {missing} of them, which were removed since the draw"
+            self.fail(entry, LookupError(f"{why}: the batch cannot be made any more"))
+        elif is_due:
+            self._gather(entry, None, is_urgent=True)
 
     def _gather(self, entry: Entry, offload: Offload | None, *, is_urgent: bool) -> None:
         if self._life.reason is not None or entry.gathering or entry.dropped or entry.progress is not None:
@@ -166,10 +199,10 @@ class Fetcher:
         """Rows are there: run the transforms here if that is quick, else let a worker do it."""
         progress = entry.progress
         assert progress is not None
-        if entry.dropped:
-            return
         if self._chain.ordered:
             self.next_in_order()
+        elif entry.dropped:
+            return
         elif self._chain.runs_here(progress):
             if self._transform_here(entry):
                 self._settled(entry)
@@ -197,22 +230,10 @@ class Fetcher:
 
     def next_in_order(self) -> None:
         """Let the next ticket have its stateful transforms, if its rows are there and none is being transformed."""
-        if not self._resting and (entry := self._in_order.next()) is not None:
+        if self._life.reason is not None:
+            return  # what is left stays a ticket
+        if (entry := self._in_order.next()) is not None:
             self._todo.put_nowait(entry)
-
-    @property
-    def stuck(self) -> Entry | None:
-        """The failed ticket that has to be tried again or dropped before those behind it can be transformed."""
-        return self._in_order.stuck
-
-    @property
-    def changes_state(self) -> bool:
-        """Whether a stateful transform is at work: also on a dropped ticket, and in a thread that outlives the rest."""
-        return self._in_order.is_busy
-
-    def forget(self) -> None:
-        """Nobody wants the tickets that were not transformed yet."""
-        self._in_order.clear()
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -222,10 +243,10 @@ class Fetcher:
             entry = await self._todo.get()
             if self._life.reason is not None:
                 return  # the buffer is being closed: what is left stays a ticket
-            if not entry.dropped:
+            if not entry.dropped or self._chain.ordered:
                 await self._run(entry)
             if self._chain.ordered:
-                self._in_order.is_busy = False
+                self._not_busy()
                 self.next_in_order()
                 self._tell()
 
@@ -264,7 +285,7 @@ class Fetcher:
     def _tell(self) -> None:
         """Consumers, and whoever waits for a standstill, look again."""
         self.went_on()
-        self._queues.notify(is_stuck=self.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
 
     # -- standing still -----------------------------------------------------------------------------------------------
 
@@ -282,73 +303,31 @@ class Fetcher:
         done, _ = await asyncio.wait({step}, timeout=seconds)
         return bool(done)
 
+    def when_at_rest(self, action: Callable[[], None]) -> None:
+        """Do something short once no stateful transform is at work, before another one begins; at once if none is.
+
+        Args:
+            action: what to do; must not raise.
+        """
+        if self._in_order.is_busy:
+            self._at_rest.append(action)
+        else:
+            action()
+
+    def _not_busy(self) -> None:
+        """A stateful transform has ended."""
+        self._in_order.is_busy = False
+        actions, self._at_rest = self._at_rest, []
+        for action in actions:
+            action()
+
     async def rest(self) -> None:
         """Begin no stateful transform until ``end_rest``, and wait for the one that is at work."""
-        self._resting = True
-        while self.changes_state:
+        self._in_order.is_resting = True
+        while self._in_order.is_busy:
             await self.step()
 
     def end_rest(self) -> None:
         """Go on with stateful transforms."""
-        self._resting = False
+        self._in_order.is_resting = False
         self.next_in_order()
-
-
-class _InOrder:
-    """The tickets that stateful transforms have not seen yet, by number: they see one at a time, in this order.
-
-    Attributes:
-        is_busy: whether one is being transformed.
-    """
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
-        self.is_busy = False
-
-    def add(self, entries: Iterable[Entry]) -> None:
-        """Let entries wait for their turn."""
-        last = next(reversed(self._entries), -1)
-        is_sorted = True
-        for entry in entries:
-            number = entry.ticket.number
-            is_sorted = is_sorted and number > last
-            self._entries[number] = entry
-            last = number
-        if not is_sorted:
-            self._entries = OrderedDict(sorted(self._entries.items()))
-
-    def put_back(self, entry: Entry) -> None:
-        """Let an entry that failed stand first again, if it was first before."""
-        if entry.ticket.number not in self._entries:
-            self._entries[entry.ticket.number] = entry
-            self._entries.move_to_end(entry.ticket.number, last=False)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._entries.clear()
-
-    @property
-    def _first(self) -> Entry | None:
-        return next(iter(self._entries.values()), None)
-
-    def next(self) -> Entry | None:
-        """The entry whose turn it is, which is busy from now on; None if there is none, or another is busy."""
-        while (first := self._first) is not None and _lets_pass(first):
-            self._entries.popitem(last=False)
-        if first is None or self.is_busy or first.stage is not Stage.GATHERED:
-            return None
-        self.is_busy = True
-        self._entries.popitem(last=False)
-        return first
-
-    @property
-    def stuck(self) -> Entry | None:
-        """The first entry, if it has failed and none is busy."""
-        first = self._first
-        return first if first is not None and first.stage is Stage.FAILED and not self.is_busy else None
-
-
-def _lets_pass(entry: Entry) -> bool:
-    """Whether those behind a ticket need not wait for it. One that a single call asked for holds nobody up."""
-    failed = entry.stage is Stage.FAILED and not entry.is_prefetched
-    return failed or entry.dropped or entry.is_made

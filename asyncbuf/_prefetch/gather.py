@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf.batch import Draw
-    from asyncbuf.storage import Storage
+    from asyncbuf.storage._shielded import StorageCalls
 
     Arrived = Callable[[Entry, BaseException | None], None]
 
@@ -44,7 +44,7 @@ class Gatherer:
         elsewhere: how often in threads, or as the storage wished.
     """
 
-    def __init__(self, storage: Storage, gate: HistoryGate, threads: Threads) -> None:
+    def __init__(self, storage: StorageCalls, gate: HistoryGate, threads: Threads) -> None:
         self._storage = storage
         self._gate = gate
         self._threads = threads

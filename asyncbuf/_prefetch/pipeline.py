@@ -16,7 +16,7 @@ from asyncbuf.errors import BufferClosedError
 
 if TYPE_CHECKING:
     from asyncbuf._prefetch.drawer import Drawer
-    from asyncbuf._prefetch.fetch import Fetcher
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueues
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
@@ -33,7 +33,7 @@ class Pipeline:
         gate: the history.
         queues: where tickets and consumers wait.
         drawer: draws what calls call for.
-        fetcher: makes tickets into batches.
+        in_order: knows which failed ticket holds up others.
         chain: the transforms.
         lifecycle: that of the buffer.
 
@@ -47,7 +47,7 @@ class Pipeline:
         gate: HistoryGate,
         queues: TicketQueues,
         drawer: Drawer,
-        fetcher: Fetcher,
+        in_order: InOrder,
         chain: TransformChain,
         lifecycle: Lifecycle,
     ) -> None:
@@ -56,7 +56,7 @@ class Pipeline:
         self._queues = queues
         self._counts = queues.counts
         self._drawer = drawer
-        self._fetcher = fetcher
+        self._in_order = in_order
         self._chain = chain
         self._life = lifecycle
         self._held = False
@@ -170,7 +170,7 @@ class Pipeline:
             queue.notify()
         else:
             self._queues.forget(queue)
-        if self._fetcher.stuck is not None:
+        if self._in_order.stuck is not None:
             self._queues.notify(is_stuck=True)
 
     def _is_served(self, queue: TicketQueue, waiter: Waiter) -> bool:
@@ -199,7 +199,7 @@ class Pipeline:
         if entry.stage is Stage.FAILED:
             raise entry.failure()
         if entry.batch is None:
-            stuck = self._fetcher.stuck
+            stuck = self._in_order.stuck
             if stuck is not None and waiter.answered and not (stuck.reported and self._may_be_retried()):
                 raise stuck.failure()  # nobody may come for that one
             return False
@@ -234,7 +234,7 @@ class Pipeline:
     def release(self) -> None:
         """Hand over again."""
         self._held = False
-        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
 
     @property
     def waits_for_data(self) -> bool:

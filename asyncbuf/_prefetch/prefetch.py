@@ -8,6 +8,7 @@ from asyncbuf._prefetch.background import Background
 from asyncbuf._prefetch.drawer import Drawer
 from asyncbuf._prefetch.fetch import Fetcher
 from asyncbuf._prefetch.gather import Gatherer
+from asyncbuf._prefetch.in_order import InOrder
 from asyncbuf._prefetch.pipeline import Pipeline
 from asyncbuf._prefetch.queue import TicketQueues
 from asyncbuf._prefetch.standstill import Standstill
@@ -62,10 +63,11 @@ class Prefetch:
         went_on: Callable[[], None] | None = None,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
-        gatherer = self.gatherer = Gatherer(table.storage, gate, threads)
-        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle)
-        drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, lifecycle, went_on)
-        pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, fetcher, chain, lifecycle)
+        gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads)
+        in_order = InOrder()
+        fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing, in_order)
+        drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, in_order, lifecycle, went_on)
+        pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, in_order, chain, lifecycle)
         device_step = len(chain.steps) - 1 if chain.delivers else None
-        self.standstill = Standstill(pipeline, drawer, queues, fetcher, gate, lifecycle, device_step)
-        self.background = Background(lifecycle, gate, queues, fetcher, workers, refuse)
+        self.standstill = Standstill(pipeline, drawer, queues, fetcher, in_order, gate, lifecycle, device_step)
+        self.background = Background(lifecycle, gate, queues, fetcher, drawer, workers, refuse)

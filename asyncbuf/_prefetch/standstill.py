@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncbuf._prefetch.queue import Loan
 from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.fetch import Fetcher
+    from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.pipeline import Pipeline
     from asyncbuf._prefetch.queue import Entry, TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
@@ -29,6 +33,33 @@ class Hold(NamedTuple):
     lock: asyncio.Lock
 
 
+class TicketsAt:
+    """The tickets that nobody had taken at a moment. How far each is, is asked for later.
+
+    Args:
+        tickets: counters of the moment, without the tickets.
+        queue: the tickets, each with the batch size of its queue and whether that is the main one.
+        unseen: those that were dropped and that stateful transforms are still to see.
+    """
+
+    def __init__(
+        self, tickets: Tickets, queue: Sequence[tuple[Entry, int, bool]], unseen: Callable[[], list[SavedTicket]]
+    ) -> None:
+        self._tickets = tickets
+        self._queue = queue
+        self._unseen = unseen
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more will become of any of them."""
+        return all(entry.settled or entry.dropped for entry, _, _ in self._queue)
+
+    def saved(self) -> Tickets:
+        """The tickets of that moment, each as far as it is now. No stateful transform may be at work."""
+        queue = [SavedTicket.of(entry, size, is_main=is_main) for entry, size, is_main in self._queue]
+        return replace(self._tickets, queue=queue, unseen=self._unseen())
+
+
 class Standstill:
     """Brings hand-overs and stateful transforms to a stop; captures and replaces the tickets that nobody has taken.
 
@@ -37,6 +68,7 @@ class Standstill:
         drawer: draws again after a restore.
         queues: where the tickets are.
         fetcher: makes them into batches.
+        in_order: the order in which stateful transforms see them.
         gate: the history.
         lifecycle: that of the buffer.
         device_step: the step of the transforms that brings a batch to its device; None without one.
@@ -48,6 +80,7 @@ class Standstill:
         drawer: Drawer,
         queues: TicketQueues,
         fetcher: Fetcher,
+        in_order: InOrder,
         gate: HistoryGate,
         lifecycle: Lifecycle,
         device_step: int | None,
@@ -56,6 +89,7 @@ class Standstill:
         self._drawer = drawer
         self._queues = queues
         self._fetcher = fetcher
+        self._in_order = in_order
         self._gate = gate
         self._life = lifecycle
         self._device_step = device_step
@@ -82,10 +116,14 @@ class Standstill:
             deadline: by the clock of the event loop; None if there is all the time.
         """
         loop = asyncio.get_running_loop()
-        while self._life.reason is None and self._queues.in_flight and self._fetcher.stuck is None:
+        while self._life.reason is None and self._is_unsettled and self._in_order.stuck is None:
             left = None if deadline is None else deadline - loop.time()
             if (left is not None and left <= 0) or not await self._fetcher.step(left):
                 break
+
+    @property
+    def _is_unsettled(self) -> bool:
+        return bool(self._queues.in_flight or self._in_order.dropped)
 
     async def rest(self) -> None:
         """Begin no stateful transform until ``release``, and wait for the one that is at work."""
@@ -107,7 +145,7 @@ class Standstill:
         unsettled = [entry for entry in self._queues.entries if not entry.settled]
         if not unsettled:
             return "a stateful transform that is at work"  # on a ticket that was dropped
-        also = " (a stateful transform is at work)" if self._fetcher.changes_state else ""
+        also = " (a stateful transform is at work)" if self._in_order.is_busy else ""
         return f"batch {unsettled[0].ticket.number}: {unsettled[0].stage.value}{also}"
 
     def capture(self) -> Tickets:
@@ -116,21 +154,43 @@ class Standstill:
         Raises:
             TimeoutError: a stateful transform is at work, so that its state is neither that before nor that after.
         """
-        if self._fetcher.changes_state:
+        if self._in_order.is_busy:
             raise TimeoutError("snapshot: expected stateful transforms to have ended, found one at work")
-        main, counts = self._queues.main, self._queues.counts
-        return Tickets(
+        return self.note().saved()
+
+    def note(self) -> TicketsAt:
+        """The tickets that nobody has taken. Whoever wants them as they are must lend them in the same step."""
+        main, counts, in_order = self._queues.main, self._queues.counts, self._in_order
+        tickets = Tickets(
             counts.drawn,
             0 if main is None else main.depth,
             0 if main is None else max(0, len(main.entries) - main.depth),
-            [
-                SavedTicket.of(entry, queue.batch_size, is_main=queue is main)
-                for queue in self._queues
-                for entry in queue.entries
-            ],
+            [],
             counts.delivered,
             counts.dropped,
         )
+        queue = [(entry, queue.batch_size, queue is main) for queue in self._queues for entry in queue.entries]
+        dropped = in_order.dropped
+
+        def unseen() -> list[SavedTicket]:
+            return [
+                SavedTicket.of(entry, entry.ticket.draw.indices.numel(), is_main=entry.is_prefetched)
+                for entry in in_order.unseen(dropped)
+            ]
+
+        return TicketsAt(tickets, queue, unseen)
+
+    def when_at_rest(self, action: Callable[[], None]) -> None:
+        """Do something short, which must not raise, once no stateful transform is at work; at once if none is."""
+        self._fetcher.when_at_rest(action)
+
+    async def settle_those(self, tickets: TicketsAt, deadline: float | None) -> None:
+        """Wait until each of some tickets is a batch or has failed, or the time is over, or the buffer is closed."""
+        loop = asyncio.get_running_loop()
+        while self._life.reason is None and not tickets.is_settled:
+            left = None if deadline is None else deadline - loop.time()
+            if (left is not None and left <= 0) or not await self._fetcher.step(left):
+                break
 
     def lend(self) -> Loan:
         """Withhold every ticket that was just captured from consumers, until it is copied."""
@@ -144,13 +204,13 @@ class Standstill:
             count: how many; None for all that are left.
         """
         loan.give_back(count)
-        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
 
     def restore(self, tickets: Tickets) -> None:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
         for queue in self._queues:
             queue.drop(spoken_for=True)
-        self._fetcher.forget()
+        self._in_order.clear()
         counts = self._queues.counts
         counts.drawn, counts.delivered, counts.dropped = tickets.number, tickets.delivered, tickets.dropped
         main = self._queues.main
@@ -158,9 +218,16 @@ class Standstill:
         for saved in tickets.queue:
             size = main.batch_size if saved.is_main and main is not None else saved.batch_size
             queues.setdefault(size, []).append(saved.entry(self._device_step))
+        for entries in queues.values():
+            # Of another batch size than before, the queue may be made of two.
+            entries.sort(key=lambda entry: entry.ticket.number)
         for size in dict.fromkeys([*(queue.batch_size for queue in self._queues), *queues]):
             self._queues.of(size).restore(queues.get(size, []))
+        unseen = [saved.entry() for saved in tickets.unseen]
+        for entry in unseen:
+            entry.dropped = True
+        self._fetcher.dropped(unseen)
         if self._life.reason is None:
             self._fetcher.go_on([entry for entry in self._queues.entries if not entry.settled])
-        self._queues.notify(is_stuck=self._fetcher.stuck is not None)
+        self._queues.notify(is_stuck=self._in_order.stuck is not None)
         self._gate.submit(self._drawer.table_changed)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from asyncbuf._plain.codec import cloned, decode, encode
-from asyncbuf._plain.state import fields, same
+from asyncbuf._plain.state import Seed, described, fields, is_int64, natural, same
 from asyncbuf._plain.tree import map_leaves
 from asyncbuf._prefetch.gathered import Gathered
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import Partial
+from asyncbuf._runtime.summary import summary
 from asyncbuf.batch import Draw, Ticket
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointVersionError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PAYLOAD_VERSION = 2
 _WHAT = "prefetch queue"
-_KINDS: dict[str, type] = {"number": int, "seed": int, "batch_size": int, "main": bool, "last": bool}
+_KINDS: dict[str, type] = {"number": int, "seed": Seed, "batch_size": int, "main": bool, "last": bool}
 _CONTENT = ("indices", "info", "data", "lengths", "joins", "joined")
 # A ticket of version 1 says nothing of when it was drawn.
 _UNKNOWN = -1
@@ -115,8 +116,14 @@ class SavedTicket:
         return replace(self, data=Gathered(self.data.draw, data, joined))
 
     @classmethod
-    def from_plain(cls, plain: Any, version: int, capacity: int) -> Self:
+    def from_plain(cls, plain: Any, version: int, capacity: int, *, are_items: bool = False) -> Self:
         """The way back, into a storage with so many rows.
+
+        Args:
+            plain: the ticket.
+            version: that of the payload.
+            capacity: number of rows of the storage.
+            are_items: whether the storage gathers lists of items.
 
         Raises:
             CheckpointCorruptError: it is no ticket.
@@ -126,13 +133,13 @@ class SavedTicket:
             found = sorted(map(str, plain)) if isinstance(plain, dict) else plain
             raise CheckpointCorruptError(f"{_WHAT}: expected a ticket of {sorted(keys)}, found {found!r} in the list")
         number, seed, batch_size, is_main, _ = fields({key: plain[key] for key in _KINDS}, _WHAT, **_KINDS)
-        if seed >= 2**63:
-            raise CheckpointCorruptError(f"{_WHAT}: expected a seed of 63 bits of batch {number}, found {seed}")
+        natural(batch_size, f"{_WHAT}: expected batch_size of batch {number}", least=1)
         step, write_count = plain["step"], plain.get("write_count", _UNKNOWN)
         _check_number("step", step, number, -1)
         if version > 1:
             _check_number("write_count", write_count, number, 0, optional=False)
         draw, data = _drawn(plain, number, _CONTENT if version > 1 else _CONTENT[:3], capacity)
+        _check_gathered(draw, data, step, number, are_items=are_items)
         return cls(Ticket(number, draw, seed, write_count), batch_size, is_main, step, data)
 
     def drawn_from(self, write_count: int) -> Self:
@@ -159,17 +166,19 @@ def _drawn(plain: dict[str, Any], number: int, names: tuple[str, ...], capacity:
     """The draw of a ticket, and what was made of it."""
     content = decode(plain["content"], f"batch {number}")
     if not isinstance(content, dict) or content.keys() != set(names):
-        raise CheckpointCorruptError(f"{_WHAT}: expected the content of batch {number}, found {content!r}")
+        raise CheckpointCorruptError(f"{_WHAT}: expected the content of batch {number}, found {summary(content)}")
     indices, info, data = (content[name] for name in _CONTENT[:3])
     lengths, joins, joined = (content.get(name) for name in _CONTENT[3:])
-    if not _is_int64(indices) or indices.ndim != 1:
-        raise CheckpointCorruptError(f"{_WHAT}: expected int64 indices of batch {number}, found {indices!r}")
+    if not is_int64(indices) or indices.ndim != 1 or not len(indices):
+        raise CheckpointCorruptError(
+            f"{_WHAT}: expected int64 indices [rows] of batch {number}, found {described(indices)}"
+        )
     _check_rows(indices, capacity, number)
     _check_number("epoch", plain["epoch"], number, 0)
     joins = {} if joins is None else joins
-    if not isinstance(info, dict) or not isinstance(joins, dict) or not all(map(_is_int64, joins.values())):
+    if not isinstance(info, dict) or not isinstance(joins, dict) or not all(map(is_int64, joins.values())):
         raise CheckpointCorruptError(
-            f"{_WHAT}: expected an info dict and int64 joins of batch {number}, found {info!r}, {joins!r}"
+            f"{_WHAT}: expected an info dict and int64 joins of batch {number}, found {summary(info)}, {summary(joins)}"
         )
     for rows in joins.values():
         _check_rows(rows, capacity, number)
@@ -178,7 +187,9 @@ def _drawn(plain: dict[str, Any], number: int, names: tuple[str, ...], capacity:
     if joined is None:
         return draw, data
     if not isinstance(joined, dict) or joined.keys() != joins.keys():
-        raise CheckpointCorruptError(f"{_WHAT}: expected the joins {sorted(joins)} of batch {number}, found {joined!r}")
+        raise CheckpointCorruptError(
+            f"{_WHAT}: expected the joins {sorted(joins)} of batch {number}, found {summary(joined)}"
+        )
     return draw, Gathered(draw, data, joined)
 
 
@@ -186,9 +197,11 @@ def _shape_of(shape: Any, lengths: Any, indices: torch.Tensor, number: int) -> t
     """The shape of a draw, once it and the lengths of its groups are found to fit the rows."""
     rows = indices.shape[0]
     if lengths is not None and (
-        not _is_int64(lengths) or lengths.ndim != 1 or bool((lengths < 0).any()) or int(lengths.sum()) != rows
+        not is_int64(lengths) or lengths.ndim != 1 or bool((lengths < 0).any()) or int(lengths.sum()) != rows
     ):
-        raise CheckpointCorruptError(f"{_WHAT}: expected groups of {rows} rows of batch {number}, found {lengths!r}")
+        raise CheckpointCorruptError(
+            f"{_WHAT}: expected groups of {rows} rows of batch {number}, found {described(lengths)}"
+        )
     if shape is None:
         return None
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) != rows:
@@ -196,8 +209,23 @@ def _shape_of(shape: Any, lengths: Any, indices: torch.Tensor, number: int) -> t
     return tuple(shape)
 
 
-def _is_int64(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is torch.int64
+def _check_gathered(draw: Draw, data: Any, step: int | None, number: int, *, are_items: bool) -> None:
+    """Refuse what a step of the transforms cannot go on with."""
+    if step == -1:
+        fits, expected = data is None, "nothing, because its rows were not gathered"
+    elif step != 0:
+        fits, expected = type(data) is not Gathered, "one tree, because its joins are combined"
+    elif are_items:
+        parts = [(draw.indices, data)]
+        if type(data) is Gathered:
+            parts = [(draw.indices, data.data), *((draw.joins[name], data.joined[name]) for name in draw.joins)]
+        fits = all(type(items) is list and len(items) == rows.numel() for rows, items in parts)
+        expected = "lists of items, one for each row, because they are not collated"
+    else:
+        return
+    if not fits:
+        found = "rows and joins" if type(data) is Gathered else summary(data)
+        raise CheckpointCorruptError(f"{_WHAT}: expected of batch {number} {expected}; found {found}")
 
 
 def _check_rows(rows: torch.Tensor, count: int, number: int) -> None:
@@ -210,8 +238,7 @@ def _check_rows(rows: torch.Tensor, count: int, number: int) -> None:
 def _check_number(name: str, value: Any, number: int, least: int, *, optional: bool = True) -> None:
     if value is None and optional:
         return
-    if type(value) is not int or value < least:
-        raise CheckpointCorruptError(f"{_WHAT}: expected {name} of batch {number} as a number, found {value!r}")
+    natural(value, f"{_WHAT}: expected {name} of batch {number}", least=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +253,7 @@ class Tickets:
         queue: the tickets, in order.
         delivered: number of batches that were handed to consumers.
         dropped: number of tickets that were dropped.
+        unseen: those of the dropped ones that stateful transforms are still to see.
     """
 
     number: int
@@ -234,6 +262,7 @@ class Tickets:
     queue: list[SavedTicket]
     delivered: int = 0
     dropped: int = 0
+    unseen: list[SavedTicket] = field(default_factory=list)
 
     def plain(self, copied: Callable[[], None] | None = None) -> dict[str, Any]:
         """As plain data, in memory of its own.
@@ -246,11 +275,14 @@ class Tickets:
             queue.append(ticket.plain())
             if copied is not None:
                 copied()
+        queue += [{**ticket.plain(), "dropped": True} for ticket in self.unseen]
         return {
             "version": PAYLOAD_VERSION,
             "capacity": self.depth,
             "waiting": self.ahead,
             "next": self.number,
+            # Every ticket below this one is gone: none of them may come back.
+            "first": min((ticket.ticket.number for ticket in self.queue), default=self.number),
             "delivered": self.delivered,
             "dropped": self.dropped,
             "queue": queue,
@@ -258,7 +290,9 @@ class Tickets:
 
     def cloned(self) -> Self:
         """The same tickets with tensors of their own, which have no history."""
-        return replace(self, queue=[ticket.cloned() for ticket in self.queue])
+        return replace(
+            self, queue=[ticket.cloned() for ticket in self.queue], unseen=[ticket.cloned() for ticket in self.unseen]
+        )
 
     def drawn_from(self, write_count: int) -> Self:
         """The same, as those of a table into which so many items were written.
@@ -266,10 +300,24 @@ class Tickets:
         Raises:
             CheckpointCorruptError: they cannot have been drawn from it.
         """
-        return replace(self, queue=[ticket.drawn_from(write_count) for ticket in self.queue])
+        return replace(
+            self,
+            queue=[ticket.drawn_from(write_count) for ticket in self.queue],
+            unseen=[ticket.drawn_from(write_count) for ticket in self.unseen],
+        )
 
     @classmethod
-    def from_plain(cls, plain: Any, depth: int, *, steps: int, capacity: int, elastic: bool) -> Self:
+    def from_plain(
+        cls,
+        plain: Any,
+        depth: int,
+        *,
+        steps: int,
+        capacity: int,
+        batch_size: int | None,
+        are_items: bool,
+        elastic: bool,
+    ) -> Self:
         """The way back, checked from the outside in.
 
         Args:
@@ -277,6 +325,8 @@ class Tickets:
             depth: the prefetch depth of the buffer.
             steps: number of steps of its transforms.
             capacity: number of rows of its storage.
+            batch_size: rows of a prefetched ticket, by the settings that were saved.
+            are_items: whether the storage gathers lists of items.
             elastic: whether another depth is accepted.
 
         Raises:
@@ -293,21 +343,35 @@ class Tickets:
         saved_depth, ahead, number = (_natural(plain, name) for name in ("capacity", "waiting", "next"))
         if not elastic:
             same(saved_depth, depth, "prefetch depth (elastic=True accepts another)")
+        known = {"version", "capacity", "waiting", "next", "first", "delivered", "dropped", "queue"}
+        if not plain.keys() <= known:
+            raise CheckpointCorruptError(f"{what}: expected the entries {sorted(known)}, found {sorted(plain)}")
         queue = plain.get("queue")
         if not isinstance(queue, list):
             raise CheckpointCorruptError(f"{what}: expected the queue as a list, found {type(queue).__name__}")
+        parts: tuple[list[SavedTicket], list[SavedTicket]] = [], []
+        for entry in queue:
+            is_dropped = isinstance(entry, dict) and entry.get("dropped") is True
+            entry = {key: value for key, value in entry.items() if key != "dropped"} if is_dropped else entry
+            parts[is_dropped].append(SavedTicket.from_plain(entry, version, capacity, are_items=are_items))
         tickets = cls(
             number,
             saved_depth,
             ahead,
-            [SavedTicket.from_plain(entry, version, capacity) for entry in queue],
+            parts[False],
             _natural(plain, "delivered") if version > 1 else number - len(queue),
             _natural(plain, "dropped") if version > 1 else 0,
+            parts[True],
         )
-        tickets._check(steps)
+        tickets._check(steps, batch_size)
+        first = min((ticket.ticket.number for ticket in tickets.queue), default=number)
+        if "first" in plain and _natural(plain, "first") != first:
+            raise CheckpointCorruptError(
+                f"{what}: expected {plain['first']} as the first ticket that nobody has taken, found {first}"
+            )
         return tickets
 
-    def _check(self, steps: int) -> None:
+    def _check(self, steps: int, batch_size: int | None) -> None:
         """Refuse tickets that do not go together."""
         what = "prefetch payload"
         main = sum(ticket.is_main for ticket in self.queue)
@@ -315,20 +379,30 @@ class Tickets:
             raise CheckpointCorruptError(
                 f"{what}: expected at most {self.depth} batches and {self.ahead} for waiting consumers, found {main}"
             )
-        numbers = [ticket.ticket.number for ticket in self.queue]
+        numbers = [ticket.ticket.number for ticket in (*self.queue, *self.unseen)]
         if len(set(numbers)) != len(numbers) or max(numbers, default=-1) >= self.number:
             raise CheckpointCorruptError(f"{what}: expected numbers below {self.number}, each once, found {numbers}")
+        sizes = {ticket.batch_size for ticket in self.queue if ticket.is_main}
+        if not sizes <= {batch_size}:
+            raise CheckpointCorruptError(f"{what}: expected prefetched batches of {batch_size} rows, found {sizes}")
+        last: dict[Any, int] = {}  # of each queue
+        for ticket in self.queue:
+            place = "main" if ticket.is_main else ticket.batch_size
+            if ticket.ticket.number < last.get(place, -1):
+                raise CheckpointCorruptError(f"{what}: expected numbers in ascending order, found {numbers}")
+            last[place] = ticket.ticket.number
+        if len(self.unseen) > self.dropped or any(ticket.step in (None, -1) for ticket in self.unseen):
+            raise CheckpointCorruptError(
+                f"{what}: expected dropped tickets that are gathered and not made, at most {self.dropped}, found others"
+            )
         if self.delivered + self.dropped + len(self.queue) != self.number:
             raise CheckpointCorruptError(
                 f"{what}: expected {self.number} tickets, as many as were drawn; found {self.delivered} delivered, "
                 f"{self.dropped} dropped and {len(self.queue)} in the queue"
             )
-        if any(ticket.step is not None and ticket.step > steps for ticket in self.queue):
+        if any(ticket.step is not None and ticket.step > steps for ticket in (*self.queue, *self.unseen)):
             raise CheckpointMismatchError(f"{what}: expected at most {steps} steps of transforms, found more")
 
 
 def _natural(plain: dict[str, Any], name: str) -> int:
-    value = plain.get(name)
-    if type(value) is not int or value < 0:
-        raise CheckpointCorruptError(f"prefetch payload: expected {name} as an int of at least 0, found {value!r}")
-    return value
+    return natural(plain.get(name), f"prefetch payload: expected {name}")

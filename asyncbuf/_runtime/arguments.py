@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from asyncbuf._runtime.summary import literal
+from asyncbuf.errors import CheckpointError
 
 _TEXT_LENGTH = 60
+# In seconds, 30 years: what is longer is never over, and some event loops cannot count it.
+_FOREVER = 1e9
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**62
 
 
 def shown(value: Any) -> str:
@@ -41,13 +49,14 @@ def instance_of(value: Any, kind: type, name: str, *, example: str, arguments: s
     raise TypeError(f"{name}: expected a {kind.__name__}, found {shown(value)}{instead}")
 
 
-def count(value: Any, name: str, least: int, *, example: int | None = None) -> int:
+def count(value: Any, name: str, least: int, *, most: int | None = None, example: int | None = None) -> int:
     """Check that an argument is a whole number.
 
     Args:
         value: the argument.
         name: name of the argument.
         least: the smallest number that is allowed.
+        most: the largest one; None for any.
         example: a number that makes sense.
 
     Returns:
@@ -55,7 +64,7 @@ def count(value: Any, name: str, least: int, *, example: int | None = None) -> i
 
     Raises:
         TypeError: it is not an int.
-        ValueError: it is smaller than ``least``.
+        ValueError: it is smaller than ``least``, or larger than ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
@@ -64,7 +73,27 @@ def count(value: Any, name: str, least: int, *, example: int | None = None) -> i
         )
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, found {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: expected at most {most}, found {value}")
     return value
+
+
+def fits_memory(rows: int, row_nbytes: int, name: str) -> None:
+    """Check that so many rows can be in the memory of this machine at all.
+
+    Args:
+        rows: the argument.
+        row_nbytes: bytes of one.
+        name: name of the argument.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if rows * row_nbytes > _MEMORY:
+        raise ValueError(
+            f"{name}: expected a number of rows that fit into memory ({_MEMORY >> 30} GiB), found {rows} rows of "
+            f"{row_nbytes} bytes"
+        )
 
 
 def _instead_of(value: Any, name: str, example: int | None) -> str:
@@ -73,3 +102,91 @@ def _instead_of(value: Any, name: str, example: int | None) -> str:
     if hasattr(value, "__index__") and not isinstance(value, bool | type):
         return f": write {name}=int(...)"
     return "" if example is None else f"; for example {name}={example}"
+
+
+def flag(value: Any, name: str) -> bool:
+    """Check that an argument is True or False.
+
+    Raises:
+        TypeError: it is something else. Not even 0 and 1 are taken: they may be meant for another argument.
+    """
+    if isinstance(value, bool):
+        return value
+    raise TypeError(
+        f"{name}: expected a bool, found {shown(value)} of type {type(value).__name__}; for example {name}=True"
+    )
+
+
+def seconds(value: Any, name: str = "timeout", *, is_positive: bool = False) -> float | None:
+    """Check that an argument is a time.
+
+    Args:
+        value: the argument, in seconds.
+        name: name of the argument.
+        is_positive: whether 0 is refused, too.
+
+    Returns:
+        The time; None if there is no limit: of None, and of infinity and the like.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or not a number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name}: expected a number of seconds, or None for no limit; found {shown(value)} of type "
+            f"{type(value).__name__}"
+        )
+    time = float(value)
+    if not time >= 0 or (is_positive and not time > 0):
+        least = "a positive number of seconds" if is_positive else "a number of seconds from 0 on"
+        raise ValueError(f"{name}: expected {least}, or None for no limit; found {value!r}")
+    return None if time > _FOREVER else time
+
+
+def absolute(value: Any, name: str = "path") -> Path:
+    """The path as it is meant now, whatever the working directory will be.
+
+    Raises:
+        TypeError: it is none.
+        CheckpointError: no file system has such a path, or the working directory is gone.
+    """
+    try:
+        found = os.fspath(value)
+    except TypeError:
+        found = None
+    if not isinstance(found, str):
+        refuse_coroutine(value, name)
+        raise TypeError(f"{name}: expected a path as a str or pathlib.Path, found {shown(value)}")
+    try:
+        if b"\0" in os.fsencode(found):
+            raise ValueError("a null character in it")
+        return Path(found).absolute()
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{name}: {found!r}: expected a path, found {error}") from error
+
+
+def refuse_coroutine(value: Any, name: str) -> None:
+    """Refuse what an async function returned, where its result is meant.
+
+    Raises:
+        TypeError: it is a coroutine.
+    """
+    if inspect.iscoroutine(value):
+        called = value.__name__
+        value.close()  # nobody will await it, and Python would complain of that
+        raise TypeError(f"{name}: expected the result of {called}(), found the coroutine: write `await` before it")
+
+
+def factory(value: Any, name: str) -> None:
+    """Check that an argument makes new objects.
+
+    Raises:
+        TypeError: it is not callable; perhaps one of those objects.
+    """
+    if not callable(value):
+        raise TypeError(
+            f"{name}: expected a function that makes a new one each time, found {shown(value)}: write lambda: ..."
+        )

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _NOT_OPEN = "the buffer is not open: use `async with buffer:` or `await buffer.open()` first"
 _CLOSED = "the buffer was closed"
+_CANCELLED = (
+    "its tasks were cancelled, as asyncio.run() does with all that is left when it ends. Close the buffer before that, "
+    "best by `async with buffer:`; open() lets it go on where it was"
+)
 _INHERITED = (
     "expected the process that made the buffer, found a child that it was copied into when it was forked: what is done "
     "here would not be seen there. Make the buffer in the process that uses it, send items to that process through a "
@@ -95,7 +99,8 @@ class Lifecycle:
         """OPEN to FAILED: the background work has ended by an error."""
 
         def reason() -> Exception:
-            failure = BufferFailedError(f"the background work of the buffer ended: {error!r}")
+            why = f"; {_CANCELLED}" if isinstance(error, asyncio.CancelledError) else ""
+            failure = BufferFailedError(f"the background work of the buffer ended: {error!r}{why}")
             failure.__cause__ = error
             return failure
 

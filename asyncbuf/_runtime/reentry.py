@@ -55,6 +55,7 @@ class Job:
 _job: ContextVar[Job | None] = ContextVar("asyncbuf-job", default=None)
 _NOBODY = nullcontext()
 _ALL = object()
+_WAITS = "it would wait for the batch that this function is making"
 
 current_job = _job.get
 """The function of the user within which a call was made; None for any other call. Takes 20 ns."""
@@ -83,12 +84,13 @@ class ReentryGuard:
         self.helpers = 0
         self._waits: list[_Wait] = []
 
-    def check(self, call: str, queue: object = _ALL) -> None:
+    def check(self, call: str, queue: object = _ALL, why: str = _WAITS) -> None:
         """Refuse a call that would wait for its own caller. Not needed where ``current_job()`` is None.
 
         Args:
             call: name of the method, for the message.
             queue: for which queue it waits; by default, for everything that is at work in the buffer.
+            why: in words, what it would wait for.
 
         Raises:
             AsyncBufError: it comes from within a function that this buffer waits for.
@@ -101,8 +103,8 @@ class ReentryGuard:
             own = sum(wait.guard is self and not wait.job.is_over for wait in self._waits)
             if queue is _ALL or own >= self.helpers or self._reaches(queue, job):
                 raise AsyncBufError(
-                    f"{call}() was called from within a transform or collate_fn of the same buffer: it would wait for "
-                    "the batch that this function is making, and so for ever. Call it where the batches are consumed"
+                    f"{call}() was called from within a transform or collate_fn of the same buffer: {why}, and so "
+                    "for ever. Call it where the batches are consumed"
                 )
         elif self._reaches(queue, job):
             raise AsyncBufError(
@@ -125,14 +127,14 @@ class ReentryGuard:
                 "this function to end, and so for ever. Call it where the batches are consumed"
             )
 
-    def waiting(self, call: str, queue: object = _ALL) -> AbstractContextManager[None]:
+    def waiting(self, call: str, queue: object = _ALL, why: str = _WAITS) -> AbstractContextManager[None]:
         """A call waits for this buffer, for as long as the block lasts; otherwise as ``check``."""
         job = _job.get()
-        return _NOBODY if job is None else self._waited_for(job, call, queue)
+        return _NOBODY if job is None else self._waited_for(job, call, queue, why)
 
     @contextmanager
-    def _waited_for(self, job: Job, call: str, queue: object) -> Iterator[None]:
-        self.check(call, queue)  # again: others may have begun to wait since
+    def _waited_for(self, job: Job, call: str, queue: object, why: str) -> Iterator[None]:
+        self.check(call, queue, why)  # again: others may have begun to wait since
         wait = _Wait(job, self, queue)
         job.guard._waits.append(wait)
         try:

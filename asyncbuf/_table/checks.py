@@ -132,6 +132,8 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
         ValueError: they are more or fewer, or one is not finite.
     """
     value = _tensor(priority, "priority", "numbers")
+    if value.dtype is torch.bool or value.is_complex():
+        raise TypeError(f"priority: expected real numbers, found {value.dtype}")
     fits_all = value.ndim == 0 if is_batch else value.numel() == 1
     if fits_all and count != 1:
         value = value.reshape(1).expand(count)

@@ -63,7 +63,7 @@ class HistoryGate:
         self._queue: deque[Turn] = deque()
         self._readers = 0
         self._writing: Turn | None = None
-        self._pumping = False
+        self._pumping = self._occupied = False
         self._given_up = 0
         # Those that wait for an exclusive turn, to be counted without a walk over the whole queue.
         self._writers: dict[Turn, None] = {}
@@ -88,14 +88,24 @@ class HistoryGate:
         """Number of writes that were asked for and have not begun."""
         return sum(not turn.given_up for turn in self._writers)
 
-    def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> None:
+    def submit(self, action: Callable[[], None], *, exclusive: bool = False) -> Turn:
         """Run an action after all earlier writes; at once if there are none.
 
         Args:
             action: what to do; synchronous and short.
             exclusive: whether it must wait until no rows are being read, too.
+
+        Returns:
+            Its place, for ``withdraw``.
         """
-        self._queue.append(Turn(exclusive=exclusive, run=action))
+        turn = Turn(exclusive=exclusive, run=action)
+        self._queue.append(turn)
+        self._pump()
+        return turn
+
+    def withdraw(self, turn: Turn) -> None:
+        """Do not run an action that was submitted. Does nothing if it was run."""
+        turn.run, turn.exclusive = None, False
         self._pump()
 
     def reset(self) -> None:
@@ -104,7 +114,17 @@ class HistoryGate:
         self._writers.clear()
         self._readers = self._given_up = 0
         self._writing = None
-        self._pumping = False
+        self._pumping = self._occupied = False
+
+    def occupy(self) -> None:
+        """Go on with what has its turn now in later steps of the event loop: no other turn comes before ``vacate``."""
+        self._occupied = self._pumping = True
+
+    def vacate(self) -> None:
+        """What went on has ended; does nothing without."""
+        if self._occupied:
+            self._occupied = self._pumping = False
+            self._pump()
 
     def acquire_read(self) -> None:
         """Rows are being read from now on; called within a draw."""
@@ -141,7 +161,7 @@ class HistoryGate:
         try:
             return action(*args, **kwargs)
         finally:
-            self._pumping = False
+            self._pumping = self._occupied
             if self._queue:
                 self._pump()
 
@@ -204,7 +224,7 @@ class HistoryGate:
         self._pumping = True
         failure: BaseException | None = None
         try:
-            while self._queue and not self._writing:
+            while self._queue and not self._writing and not self._occupied:
                 turn = self._queue[0]
                 if turn.exclusive and self._readers and not turn.given_up:
                     break
@@ -222,7 +242,7 @@ class HistoryGate:
             if failure is not None:
                 raise failure
         finally:
-            self._pumping = False
+            self._pumping = self._occupied
             del failure  # it holds this frame, which must not hold it in turn
 
     def _forget_given_up(self) -> None:

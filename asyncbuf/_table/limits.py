@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._plain.state import fields, same
+from asyncbuf._runtime.shield import shielded
+from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Counters
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ class Limits:
 
     def may_draw(self, rows: Rows, items: int) -> Answer:
         """Whether a batch of so many items may be drawn."""
-        return self.limiter.may_draw(self._counters(rows), items)
+        if self.limiter.trusted:
+            return self.limiter.may_draw(self._counters(rows), items)
+        return shielded(self.limiter.may_draw, self._counters(rows), items)
 
     def may_write(self, rows: Rows, items: int) -> Answer:
         """Whether so many items may be written.
@@ -39,7 +43,7 @@ class Limits:
         Raises:
             ValueError: they never can.
         """
-        return self.limiter.may_write(self._counters(rows), items)
+        return shielded(self.limiter.may_write, self._counters(rows), items)
 
     def _counters(self, rows: Rows) -> Counters:
         return Counters(rows.size, rows.capacity, rows.write_count, self.admitted, self.drawn, self.drawn_items)
@@ -62,8 +66,21 @@ class Limits:
         kind, drawn, drawn_items, saved = fields(state, "limiter", kind=str, drawn=int, drawn_items=int, state=dict)
         if saved or self.limiter.state_dict():
             same(kind, type(self.limiter).__name__, "limiter")
+        if drawn_items < drawn or (drawn_items and not drawn):
+            raise CheckpointCorruptError(
+                f"limiter: expected at least one row of each of {drawn} tickets, found {drawn_items} rows"
+            )
         self.limiter.load_state_dict(saved)
         self.drawn, self.drawn_items = drawn, drawn_items
+
+    def count_again(self, drawn: int, batch_size: int) -> None:
+        """Set the counters of draws by the number of tickets, for a checkpoint that does not have them.
+
+        Args:
+            drawn: number of tickets.
+            batch_size: rows that each is taken to have had.
+        """
+        self.drawn, self.drawn_items = drawn, drawn * max(1, batch_size)
 
     def verify(self, rows: Rows) -> None:
         """Refuse a state of the limiter that does not go with the rows."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import are_distinct
-from asyncbuf._plain.state import fields
+from asyncbuf._plain.state import fields, int64s
 from asyncbuf._table.valid_rows import RowsAfterWrite, SparseRows
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Rows
@@ -134,7 +134,8 @@ class RowIndex:
         if isinstance(state, dict):
             kinds = {name: kind if state.get(name) is not None else type(None) for name, kind in kinds.items()}
         valid, numbers = (
-            _int64(tensor, name) for tensor, name in zip(fields(state, "rows", **kinds), kinds, strict=True)
+            None if tensor is None else int64s(tensor, f"rows: expected {name}")
+            for tensor, name in zip(fields(state, "rows", **kinds), kinds, strict=True)
         )
         size = self._writer.size if valid is None else len(valid)
         if size > self._capacity or (valid is not None and not are_distinct(valid, self._capacity)):
@@ -177,12 +178,3 @@ def _dense_size(size: int, runs: Sequence[RowRange]) -> int | None:
 
 def _row(run: RowRange) -> int:
     return run.row
-
-
-def _int64(tensor: torch.Tensor | None, name: str) -> Int64Array | None:
-    if tensor is None:
-        return None
-    if tensor.dtype is not torch.int64 or tensor.ndim != 1:
-        raise CheckpointCorruptError(f"rows: expected {name} as int64 [n], found {tensor.dtype} {list(tensor.shape)}")
-    found: Int64Array = tensor.detach().cpu().numpy()
-    return found

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import first_of_each
+from asyncbuf._plain.state import natural
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
@@ -16,6 +17,7 @@ from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NO_COLUMNS, NotYet, Rows, WriteEvent
+from asyncbuf.storage._shielded import StorageCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +46,7 @@ class Table:
         generator: randomness of the draws.
 
     Attributes:
+        storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
@@ -57,6 +60,7 @@ class Table:
     ) -> None:
         claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
+        self.storage_calls = StorageCalls(storage)
         self.writer = writer
         self.sampler = sampler
         self.generator = generator
@@ -111,6 +115,11 @@ class Table:
         gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
         return gone
 
+    def missing(self, draw: Draw) -> int:
+        """How many rows of a draw, those of its joins included, hold no item any more."""
+        rows = [indices.reshape(-1) for indices in (draw.indices, *draw.joins.values())]
+        return int(np.count_nonzero(~self._index.contains(torch.cat(rows).numpy())))
+
     def _call(self, method: Callable[..., T], *args: object) -> T:
         """Call a method of the sampler; of one that is not ours in plain modes and an empty context."""
         return method(*args) if self.sampler.trusted else shielded(method, *args)
@@ -119,9 +128,8 @@ class Table:
 
     @property
     def asks_others_to_write(self) -> bool:
-        """Whether a part that takes part in writing is not ours."""
-        listens = self.has_write_events or self._tells_rows
-        return not self.writer.trusted or (listens and not self.sampler.trusted)
+        """Whether more than a writer and a storage that are ours take part in writing."""
+        return self.has_write_events or self._tells_rows or not (self.writer.trusted and self.storage.trusted)
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -179,28 +187,29 @@ class Table:
             rows: rows of the storage; those that are not valid are left out.
             write_count: number of items written when they were drawn: those that were replaced since are left out.
         """
+        return shielded(self._remove, rows, write_count)
+
+    def _remove(self, rows: Int64Array, write_count: int | None) -> int:
         rows = first_of_each(rows)
         rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
         if not len(rows):
             return 0
         self._index.remove(rows)
         self.changed()
-        shielded(self._tell_removed, rows)
-        return len(rows)
-
-    def _tell_removed(self, rows: Int64Array) -> None:
-        self.writer.removed(torch.from_numpy(rows.copy()), self._capacity)
-        self.storage.release(torch.from_numpy(rows.copy()))
+        # Each in a context of its own: what one sets does not reach the next.
+        shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
+        shielded(self.storage.release, torch.from_numpy(rows.copy()))
         if "removed" in self.sampler.hooks:
-            self.sampler.removed(torch.from_numpy(rows), self.rows)
+            shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
+        return len(rows)
 
     def clear(self) -> None:
         """Forget every item."""
-        self.storage.clear()
-        self.writer.clear()
+        shielded(self.storage.clear)
+        shielded(self.writer.clear)
         self._index.clear()
         self.changed()
-        self.sampler.clear()
+        shielded(self.sampler.clear)
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
@@ -232,10 +241,15 @@ class Table:
                     return self.draw(batch_size)
             draw = sampler.draw(self._rows or self.rows, batch_size, self.generator)
         else:
-            draw = shielded(sampler.draw, self.rows, batch_size, self.generator)
-            checks.draw(draw, self.rows, type(sampler).__name__, combines="combine" in sampler.hooks)
+            draw = shielded(self._checked_draw, batch_size)
         limits.drawn += 1
         limits.drawn_items += len(draw.indices)
+        return draw
+
+    def _checked_draw(self, batch_size: int) -> Draw:
+        sampler, rows = self.sampler, self.rows
+        draw = sampler.draw(rows, batch_size, self.generator)
+        checks.draw(draw, rows, type(sampler).__name__, combines="combine" in sampler.hooks)
         return draw
 
     def handed_over(self, draw: Draw, write_count: int) -> int:
@@ -313,6 +327,7 @@ class Table:
             CheckpointCorruptError: they contradict each other.
         """
         self.changed()
+        natural(int(self.writer.write_count), "writer: expected write_count", least=self.size)
         if (highest := self._index.highest()) >= stored:
             raise CheckpointCorruptError(
                 f"writer: expected a size of at most {stored}, the rows in storage, found {highest + 1}"

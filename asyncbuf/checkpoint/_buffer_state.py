@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from asyncbuf._plain.codec import decode, encode
-from asyncbuf._plain.state import fields, same
+from asyncbuf._plain.state import check_plain, fields, natural, same
 from asyncbuf._prefetch.tickets import Tickets
+from asyncbuf._runtime.shield import shielded
+from asyncbuf._runtime.summary import summary
 from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from asyncbuf.storage._frozen import tensors_of
+from asyncbuf.storage import ListStorage
+from asyncbuf.storage._frozen import ChunksRead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._table.table import Table
+    from asyncbuf.storage._frozen import Frozen
 
 # Every checkpoint has these. Other parts came later: where an older checkpoint lacks one, it starts as in a new buffer.
 _ALWAYS_SAVED = {"writer", "sampler", "transforms", "generator"}
@@ -82,12 +87,18 @@ class _Transforms(Part):
         states = super().read(plain)
         if not isinstance(states, list) or len(states) != len(self._transforms):
             raise CheckpointCorruptError(f"transforms: expected {len(self._transforms)} states, found something else")
+        stateless = [i for i, state in enumerate(states) if state is not None and i not in self._target.with_state]
+        if stateless:
+            raise CheckpointCorruptError(f"transforms: expected no states of {stateless}, which have none; found some")
         return states
 
     def load(self, state: Any) -> None:
         for i in self._target.with_state:
+            transform = self._transforms[i]
             if state[i] is not None:
-                self._transforms[i].load_state_dict(state[i])
+                transform.load_state_dict(state[i])
+            elif transform.state_dict() is not None:
+                raise CheckpointCorruptError(f"transforms: expected a state of transform {i}, found None")
 
 
 class _Generator(Part):
@@ -119,21 +130,26 @@ class BufferState:
         table: storage, writer, sampler and generator.
         chain: the transforms.
         config: the settings of the buffer.
+
+    Attributes:
+        is_ordered: whether there are transforms with a state, which see the tickets in order.
     """
 
     def __init__(self, table: Table, chain: TransformChain, config: Config) -> None:
         self.table = table
         self.config = config
         self.steps = len(chain.steps)
+        self.is_ordered = bool(chain.ordered)
+        self._transforms = _Transforms(chain)
         self.parts: list[Part] = [
             *(
                 Part(name, part, {name: type(part).__name__} if name in _ALWAYS_SAVED else {})
                 for name, part in table.components()
             ),
-            _Transforms(chain),
+            self._transforms,
             _Generator(table.generator),
         ]
-        self.fresh = {part.name: part.capture() for part in self.parts if part.name not in _ALWAYS_SAVED}
+        self.fresh = {part.name: shielded(part.capture) for part in self.parts if part.name not in _ALWAYS_SAVED}
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -156,7 +172,13 @@ class BufferState:
         Raises:
             CheckpointError: a part holds something that cannot be saved.
         """
-        state = {
+        taken = self.take()
+        self.take_transforms(taken)
+        return lambda copied: taken.snapshot(tickets, copied)
+
+    def take(self) -> Taken:
+        """Take the rows and every part but the transforms, as ``capture`` does."""
+        head = {
             "format": FORMAT,
             "version": VERSION,
             "config": {
@@ -164,10 +186,35 @@ class BufferState:
                 "capacity": self.table.storage.capacity,
                 "batch_size": self.config.batch_size,
             },
-            **{part.name: part.capture() for part in self.parts},
         }
-        frozen = self.table.storage.freeze()
-        return lambda copied: Snapshot({**state, "prefetch": tickets.plain(copied)}, frozen)
+        parts = {part.name: None if part is self._transforms else shielded(part.capture) for part in self.parts}
+        return Taken(head, parts, shielded(self.table.storage.freeze))
+
+    def take_transforms(self, taken: Taken) -> None:
+        """Take the states of the transforms, none of which may be at work that has one."""
+        taken.parts[self._transforms.name] = shielded(self._transforms.capture)
+
+
+class Taken:
+    """What was taken of a buffer at one point of the history, beside its tickets.
+
+    Attributes:
+        parts: the states of its parts by name.
+    """
+
+    def __init__(self, head: dict[str, Any], parts: dict[str, Any], frozen: Frozen) -> None:
+        self.parts = parts
+        self._head = head
+        self._frozen = frozen
+
+    def snapshot(self, tickets: Tickets, copied: Callable[[], None]) -> Snapshot:
+        """All of it, with copies of the tickets.
+
+        Args:
+            tickets: those of the same moment.
+            copied: called after each.
+        """
+        return Snapshot({**self._head, **self.parts, "prefetch": tickets.plain(copied)}, self._frozen)
 
 
 class RestorePlan:
@@ -198,9 +245,14 @@ class RestorePlan:
         live, storage = self._live, self._live.table.storage
         state, rows = snapshot.contents
         state, meta = checked(state), rows.meta
+        check_plain(state, "snapshot")
+        check_plain(meta, "storage")
         if not moves:
             state, meta = copied(state), copied(meta)
         self._match(state, elastic=elastic)
+        self._has_tickets = "prefetch" in state
+        self._counts_tickets = self._has_tickets and "limiter" not in state  # of the first release
+        self._saved_batch_size: int | None = state["config"]["batch_size"]
         self._states = [
             (part, part.read(state[part.name] if part.name in state else copied(live.fresh[part.name])))
             for part in live.parts
@@ -208,10 +260,17 @@ class RestorePlan:
         self.tickets = Tickets(0, live.config.depth, 0, [])
         if "prefetch" in state:
             self.tickets = Tickets.from_plain(
-                state["prefetch"], live.config.depth, steps=live.steps, capacity=storage.capacity, elastic=elastic
+                state["prefetch"],
+                live.config.depth,
+                steps=live.steps,
+                capacity=storage.capacity,
+                batch_size=self._saved_batch_size,
+                are_items=isinstance(storage, ListStorage),
+                elastic=elastic,
             )
         self._row_count = storage.rows_in(meta)
-        self._make_rows_live = storage.load_rows(meta, tensors_of(rows))
+        self._chunks = ChunksRead(rows)
+        self._make_rows_live = storage.load_rows(meta, map(_checked_chunk, self._chunks.tensors()))
 
     def _match(self, state: dict[str, Any], *, elastic: bool) -> None:
         """Compare parts, kinds and settings."""
@@ -229,8 +288,11 @@ class RestorePlan:
         for name, kind in expected.items():
             same(config[name], kind, name)
         same(config["capacity"], live.table.storage.capacity, "capacity")
+        batch_size = config["batch_size"]
+        if batch_size is not None:
+            natural(batch_size, "snapshot: expected batch_size", least=1)
         if not elastic:
-            same(config["batch_size"], live.config.batch_size, "batch_size (elastic=True accepts another)")
+            same(batch_size, live.config.batch_size, "batch_size (elastic=True accepts another)")
         if missing := sorted(set(known) - set(there) - live.fresh.keys()):
             raise CheckpointCorruptError(f"snapshot: expected the parts {known}, found none of {missing}")
 
@@ -240,15 +302,18 @@ class RestorePlan:
         Returns:
             The tickets that go with it.
         """
-        before = [(part, part.capture()) for part, _ in self._states]
+        before = [(part, shielded(part.capture)) for part, _ in self._states]
         try:
             for part, state in self._states:
-                part.load(state)
-            tickets = self._verified()
-            self._make_rows_live()
+                with _named(part.name):
+                    shielded(part.load, state)
+            with _named("snapshot"):
+                tickets = shielded(self._verified)
+            shielded(self._make_rows_live)
+            shielded(self._live.table.storage.loaded_chunks, self._chunks.identities)
         except BaseException:
             for part, old in before:
-                part.load(part.read(old))
+                shielded(part.load, part.read(old))
             self._live.table.changed()
             raise
         return tickets
@@ -256,5 +321,37 @@ class RestorePlan:
     def _verified(self) -> Tickets:
         """The tickets, if they, the rows and the states of the parts go together."""
         table = self._live.table
+        if self._counts_tickets:
+            table.limits.count_again(self.tickets.number, self._saved_batch_size or 0)
+        elif not self._has_tickets:
+            # Numbers go on, and with them the seeds of transforms. Which of the tickets were delivered is not known.
+            drawn = table.limits.drawn
+            self.tickets = replace(self.tickets, number=drawn, delivered=drawn)
+        elif table.limits.drawn != self.tickets.number:
+            raise CheckpointCorruptError(
+                f"limiter: expected {self.tickets.number} tickets drawn, as in the queue, found {table.limits.drawn}"
+            )
         table.verify(table.storage.capacity if self._row_count is None else self._row_count)
         return self.tickets.drawn_from(table.writer.write_count)
+
+
+def _checked_chunk(chunk: Any) -> dict[str, torch.Tensor]:
+    check_plain(chunk, "storage")
+    if not isinstance(chunk, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in chunk.values()):
+        raise CheckpointCorruptError(f"storage: expected a chunk of named tensors, found {summary(chunk)}")
+    return chunk
+
+
+@contextmanager
+def _named(part: str) -> Iterator[None]:
+    """What a part of the user raises in the block becomes an error that names the part.
+
+    Raises:
+        CheckpointError: it was raised, or stands for what was.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointMismatchError(f"{part}: expected a state that it takes, found {error!r}") from error

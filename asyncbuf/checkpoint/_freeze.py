@@ -11,14 +11,14 @@ import enum
 import functools
 import warnings
 import weakref
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from asyncbuf.errors import AsyncBufError, WrongLoopError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from types import TracebackType
 
     from asyncbuf._prefetch.standstill import Hold, Standstill
@@ -44,7 +44,7 @@ class _Mark:
     __slots__ = ("is_over",)
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over: bool = False
 
 
 # A task that is started within a freeze inherits this, and is within it too, for as long as it lasts.
@@ -54,6 +54,25 @@ _within: ContextVar[tuple[_Mark, ...]] = ContextVar("asyncbuf_within", default=(
 def is_within_any() -> bool:
     """Whether the caller is within a freeze, of whatever buffer."""
     return any(not mark.is_over for mark in _within.get())
+
+
+class MutualWaitError(AsyncBufError):
+    """Two callers that each are within a freeze would wait for the freeze of the other, for ever."""
+
+
+class _Wait(NamedTuple):
+    """A call from within freezes that waits for another buffer.
+
+    Attributes:
+        marks: of the freezes that the caller is within.
+        freezer: that of the buffer that it waits for.
+    """
+
+    marks: tuple[_Mark, ...]
+    freezer: Freezer
+
+
+_waits: list[_Wait] = []
 
 
 class Standing:
@@ -96,7 +115,7 @@ class Freeze:
         hold: float | None,
     ) -> None:
         self._state = FreezeState.HELD
-        self._mark = _Mark()
+        self.mark: _Mark = _Mark()
         self._capture = capture
         self._let_go = let_go
         self._hold = hold
@@ -117,14 +136,19 @@ class Freeze:
         return self.state is FreezeState.HELD
 
     @property
+    def ends_by_itself(self) -> bool:
+        """Whether it has a deadline."""
+        return self._timer is not None
+
+    @property
     def is_within(self) -> bool:
         """Whether the caller is within."""
-        return self.is_held and self._mark in _within.get()
+        return self.is_held and self.mark in _within.get()
 
     def enter_context(self) -> None:
         """Let the caller, and the tasks that it starts from now on, be within."""
-        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self._mark]
-        _within.set((*marks, self._mark))
+        marks = [mark for mark in _within.get() if not mark.is_over and mark is not self.mark]
+        _within.set((*marks, self.mark))
 
     def capture(self) -> Awaitable[Snapshot]:
         """Take a snapshot in this very step. It may be awaited after the release.
@@ -174,7 +198,7 @@ class Freeze:
         if getattr(self, "_state", None) is not FreezeState.HELD:
             return
         self._state = FreezeState.EXPIRED
-        self._mark.is_over = True
+        self.mark.is_over = True
         if self._loop.is_closed():
             self._let_go()
             return
@@ -204,7 +228,7 @@ class Freeze:
         if self._state is not FreezeState.HELD:
             return
         self._state = state
-        self._mark.is_over = True
+        self.mark.is_over = True
         if self._timer is not None:
             self._timer.cancel()
         self._let_go()
@@ -243,7 +267,49 @@ class Freezer:
 
         Raises:
             TimeoutError: it did not come to rest in time, and goes on as if nobody had asked.
+            MutualWaitError: whoever holds the buffer waits for the end of a freeze that the caller is within.
         """
+        with self._waited_for(what):
+            return await self._take(what, timeout, meanwhile)
+
+    @contextmanager
+    def _waited_for(self, what: str) -> Iterator[None]:
+        """The caller waits for this buffer. If it holds others meanwhile, that is noted."""
+        marks = tuple(mark for mark in _within.get() if not mark.is_over)
+        if not marks:
+            yield
+            return
+        if self._waits_for(marks):
+            raise MutualWaitError(
+                f"{what}: expected a buffer that will be let go, found one that is held by a call which waits for the "
+                "end of the freeze around this one: each would wait for the other, for ever. Freeze several buffers "
+                "in the same order everywhere, or let one Checkpointer.save() do it, outside of any freeze"
+            )
+        wait = _Wait(marks, self)
+        _waits.append(wait)
+        try:
+            yield
+        finally:
+            _waits.remove(wait)
+
+    def _waits_for(self, marks: tuple[_Mark, ...]) -> bool:
+        """Whether whoever holds this buffer waits, through any number of others, for one of some freezes to end."""
+        seen: set[Freezer] = set()
+        left: list[Freezer] = [self]
+        while left:
+            freezer = left.pop()
+            freeze = None if freezer.frozen is None else freezer.frozen()
+            if freeze is None or freezer in seen or freeze.ends_by_itself:
+                continue
+            if freeze.mark in marks:
+                return True
+            seen.add(freezer)
+            left += [wait.freezer for wait in _waits if freeze.mark in wait.marks]
+        return False
+
+    async def _take(
+        self, what: str, timeout: float | None, meanwhile: Callable[[], Awaitable[None]] | None
+    ) -> Standing:
         standing = Standing(what, lambda: f"the end of {self.held_by or 'another standstill'}")
         self._asked[standing] = None
         start = standing.loop.time()

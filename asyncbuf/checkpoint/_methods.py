@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from asyncbuf._disk.directory import absolute
+from asyncbuf._runtime.arguments import absolute, flag, seconds
 from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.threads import in_thread
+from asyncbuf.checkpoint._wrong_calls import snapshot_of, state_dict_of
 from asyncbuf.checkpoint.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf.checkpoint._freeze import Freeze
     from asyncbuf.checkpoint._snapshotter import Restore, Snapshotter
+    from asyncbuf.checkpoint.saving import SaveHandle
 
 
 class SnapshotMethods:
@@ -62,9 +64,10 @@ class SnapshotMethods:
         Raises:
             TimeoutError: the buffer did not come to rest in time. It goes on as if nobody had asked.
             AsyncBufError: the caller is within a freeze of this buffer already.
-            ValueError: ``hold`` is not positive.
+            TypeError, ValueError: ``timeout`` is no number from 0 on, or ``hold`` is not positive.
         """
         self._check_caller("freeze")
+        timeout, hold = seconds(timeout), seconds(hold, "hold", is_positive=True)
         await self._turn()
         return await self._snapshots.freeze("freeze()", timeout, hold)
 
@@ -81,9 +84,10 @@ class SnapshotMethods:
             timeout: seconds to wait, as in ``snapshot``.
 
         Raises:
-            TimeoutError, AsyncBufError: as in ``freeze``.
+            TimeoutError, AsyncBufError, TypeError, ValueError: as in ``freeze``.
         """
         self._check_caller("frozen")
+        timeout = seconds(timeout)
         await self._turn()
         with await self._snapshots.freeze("frozen()", timeout):
             yield self
@@ -108,8 +112,10 @@ class SnapshotMethods:
         Raises:
             TimeoutError: a write, a gather or a stateful transform did not end in time.
             CheckpointError: something in the buffer cannot be saved; the message says where.
+            TypeError, ValueError: the timeout is no number from 0 on.
         """
         self._check_caller("snapshot")
+        timeout = seconds(timeout)
         await self._turn(within_frozen=True)
         return await self._snapshots.snapshot(timeout)
 
@@ -118,22 +124,72 @@ class SnapshotMethods:
         snapshot = await self.snapshot(timeout)
         return await in_thread(snapshot.state_dict)
 
-    async def save(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
+    async def save(
+        self,
+        path: str | os.PathLike[str],
+        timeout: float | None = None,
+        *,
+        base: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Write a checkpoint directory of this moment. Consumers and writers go on while it is being written.
 
         Args:
             path: the directory. A checkpoint that is there already is replaced in one step; a crash at any point
                 leaves either the one or the other.
             timeout: as in ``snapshot``; the writing itself takes as long as it takes.
+            base: another checkpoint of this buffer, in the same file system: rows that have not changed since are not
+                written again. Either may be removed later. One that is replaced is used so without being asked for.
 
         Raises:
             CheckpointError: something in the buffer cannot be saved, or something else than a checkpoint is there.
             TimeoutError: as in ``snapshot``.
             OSError: the file system refuses.
+            TypeError, ValueError: the path or the timeout is none.
         """
-        path = absolute(path)  # the working directory may change meanwhile
+        # The working directory may change meanwhile.
+        path, base = absolute(path), None if base is None else absolute(base, "base")
         snapshot = await self.snapshot(timeout)
-        await snapshot.save(path)
+        await self._snapshots.saves.ended_at(path)
+        await snapshot.save(path, base=base)
+
+    def save_soon(
+        self,
+        path: str | os.PathLike[str],
+        timeout: float | None = None,
+        *,
+        base: str | os.PathLike[str] | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint directory of this moment, in the background.
+
+        What is saved has its place in the history like a write: everything that was asked for before this call is in
+        it, and nothing that is asked for afterwards, however long what came before takes. Writers go on as soon as that
+        place has come. Consumers get no batch that was drawn before it until it is ready and copied; so this holds them
+        up for as long as ``save`` does. With transforms that have a state, batches that are not ready at that moment
+        are saved as their tickets, and made after a restore.
+
+        Several saves to one path are written in the order of the calls, and ``save`` waits for those begun before it.
+        ``aclose`` waits for all of them.
+
+        Args:
+            path: as in ``save``.
+            timeout: seconds for the place in the history to come. When four fifths are over, batches that are not ready
+                are saved as their tickets. None waits for all of them.
+            base: as in ``save``.
+
+        Returns:
+            The handle: ``await handle`` waits until it is committed, and raises what ``save`` would have raised;
+            ``handle.progress`` says how far it is, and ``handle.cancel()`` gives it up.
+
+        Raises:
+            AsyncBufError: the caller is within a transform of the buffer.
+            RuntimeError: no event loop is running.
+            TypeError, ValueError: the path or the timeout is none.
+        """
+        path, base = absolute(path), None if base is None else absolute(base, "base")
+        self._check_caller("save_soon")
+        timeout = seconds(timeout)
+        self._turn(within_frozen=True)  # refuses other event loops; nobody waits
+        return self._snapshots.save_soon(path, timeout, base)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -150,8 +206,11 @@ class SnapshotMethods:
 
         Raises:
             CheckpointError: it does not fit, or is damaged. The buffer goes on as if nothing had been tried.
+            TypeError: it is no snapshot; the message says which call takes it.
         """
         self._check_caller("restore")
+        snapshot_of(snapshot)
+        flag(elastic, "elastic")
         await self._turn()
         await self._snapshots.restore(lambda: snapshot, elastic=elastic).apply()
 
@@ -167,8 +226,11 @@ class SnapshotMethods:
 
         Raises:
             CheckpointError: it does not fit, or is damaged.
+            TypeError: as in ``restore``.
         """
         self._check_caller("prepare_restore")
+        snapshot_of(snapshot)
+        flag(elastic, "elastic")
         await self._turn()
         restore = self._snapshots.restore(lambda: snapshot, elastic=elastic)
         await restore.read()
@@ -177,6 +239,8 @@ class SnapshotMethods:
     async def load_state_dict(self, state_dict: dict[str, Any], *, elastic: bool = False) -> None:
         """``restore`` from a state dict, which stays the caller's."""
         self._check_caller("load_state_dict")
+        state_dict_of(state_dict)
+        flag(elastic, "elastic")
         await self._turn()
         await self._snapshots.restore(lambda: Snapshot.borrowed(state_dict), elastic=elastic).apply()
 
@@ -188,6 +252,7 @@ class SnapshotMethods:
             CheckpointError: as in ``restore``.
         """
         path = absolute(path)
+        flag(elastic, "elastic")
         self._check_caller("load")
         await self._turn()
         await self._snapshots.restore(lambda: Snapshot.open(path), elastic=elastic, moves=True).apply()

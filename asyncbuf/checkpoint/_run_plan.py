@@ -6,7 +6,8 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from asyncbuf._disk.directory import CheckpointReader, is_checkpoint
+from asyncbuf._disk.manifest import is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
 from asyncbuf._plain.codec import decode, join
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._components import BUFFER, OBJECT, VALUE, state_of
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from asyncbuf.checkpoint._global_generators import GlobalGenerators
     from asyncbuf.checkpoint._snapshotter import Restore
 
-VERSION = 1
+VERSION = 2
 FORMAT = "asyncbuf.run"
 RNG = "rng"
 # How long batches that hang may hold up a restore; they are put back as tickets then.
 _SETTLE_SECONDS = 10.0
-_WORDS = {BUFFER: "a ReplayBuffer", OBJECT: "an object with load_state_dict that is no ReplayBuffer"}
+_WORDS = {
+    BUFFER: "a buffer (any Snapshotable, such as a ReplayBuffer)",
+    OBJECT: "an object with load_state_dict that is no buffer",
+}
 
 _logger = logging.getLogger("asyncbuf")
 
@@ -74,7 +78,9 @@ class RunPlan:
             # Not CheckpointNotFoundError, upon which a program may well start afresh.
             raise CheckpointCorruptError(f"{self.path}: expected a checkpoint with a manifest, found none")
         reader = CheckpointReader(self.path)
-        parts = _parts_of(reader.state, self.path, self._step)
+        parts = parts_of_run(reader.state, self.path)
+        if (found := reader.state.get("step")) != self._step:
+            raise CheckpointMismatchError(f"{self.path}: expected the checkpoint of step {self._step}, found {found!r}")
         generators = parts.pop(RNG, None)
         self._match(parts)
         for name, part in parts.items():
@@ -131,15 +137,18 @@ class RunPlan:
             raise
 
 
-def _parts_of(state: Any, path: Path, step: int) -> dict[str, dict[str, Any]]:
+def parts_of_run(state: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """The parts of the checkpoint of a run, by name.
+
+    Raises:
+        CheckpointError: it is that of something else, of a version that is not known, or damaged.
+    """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format", sorted(state)) if isinstance(state, dict) else type(state).__name__
         raise CheckpointMismatchError(f"{path}: expected the checkpoint of a run ({FORMAT}), found {found!r}")
     version = state.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointVersionError(f"{path}: expected a version of {FORMAT} from 1 to {VERSION}, found {version!r}")
-    if state.get("step") != step:
-        raise CheckpointMismatchError(f"{path}: expected the checkpoint of step {step}, found {state.get('step')!r}")
     parts = state.get("parts")
     if not isinstance(parts, dict) or not all(map(_is_part, parts.values())):
         raise CheckpointCorruptError(f"{path}: expected parts of a known kind, found something else")
@@ -160,7 +169,7 @@ def joined(reader: CheckpointReader, name: str, part: dict[str, Any]) -> Any:
     for group in reader.read_all(name):
         tensors.update(group)
     try:
-        return join(part["state"], tensors)
+        return join(reader.document(part["state"]), tensors)
     except (RecursionError, RuntimeError, TypeError) as error:
         raise CheckpointCorruptError(f"{name}: expected plain data, found {error!r}") from error
 

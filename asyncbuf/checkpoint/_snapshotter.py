@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from asyncbuf._disk.writer import CheckpointWriter
+from asyncbuf._runtime.reentry import current_job
+from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._buffer_state import RestorePlan
 from asyncbuf.checkpoint._freeze import Freezer
+from asyncbuf.checkpoint._requested import RequestedSnapshot
+from asyncbuf.checkpoint.saving import BackgroundSaves, SaveHandle, SaveJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from asyncbuf._prefetch.queue import Loan
     from asyncbuf._prefetch.standstill import Standstill
@@ -74,11 +80,15 @@ class Snapshotter:
 
     Attributes:
         freezer: brings the buffer to rest for that.
+        saves: those that go on in the background.
     """
 
     def __init__(self, state: BufferState, standstill: Standstill, gate: HistoryGate, guard: ReentryGuard) -> None:
         self._state = state
         self._standstill = standstill
+        self._gate = gate
+        self._guard = guard
+        self.saves = BackgroundSaves()
         self.freezer = Freezer(standstill, gate, guard)
         self._completing: set[asyncio.Task[Snapshot]] = set()
 
@@ -90,8 +100,6 @@ class Snapshotter:
             timeout: seconds; None for as long as it takes.
             hold: seconds after which it goes on by itself; None for never.
         """
-        if hold is not None and not hold > 0:
-            raise ValueError(f"hold: expected a positive number of seconds, found {hold!r}")
         standing = await self.freezer.take(what, timeout)
         return self.freezer.freeze(standing, self._capture, hold)
 
@@ -133,6 +141,32 @@ class Snapshotter:
         task.add_done_callback(lambda _: self._standstill.give_back(loan))
         return task
 
+    def save_soon(self, path: Path, timeout: float | None, base: Path | None) -> SaveHandle:
+        """Save this moment, in the background. Otherwise as ``ReplayBuffer.save_soon``."""
+        is_within = self.freezer.current is not None
+        requested = RequestedSnapshot(self._state, self._standstill, self._gate, timeout, is_now=is_within)
+        job = SaveJob(path, requested.release)
+
+        async def save() -> None:
+            snapshot = await requested.complete()
+            requested.release()
+            await self.saves.ended_at(path, before=handle)
+            await job.write(snapshot.write_alone, CheckpointWriter(path, base, job.transfer))
+
+        def check() -> None:
+            if not requested.is_taken:
+                self._check_wait()
+
+        job.save = save
+        handle = SaveHandle(job, check)
+        return self.saves.add(handle)
+
+    def _check_wait(self) -> None:
+        """Refuse to wait for a turn in the history that cannot come before the caller goes on."""
+        if current_job() is not None:
+            self._guard.check("await of a save")
+        self.freezer.refuse_within()
+
     def restore(self, opened: Callable[[], Snapshot], *, elastic: bool, moves: bool = False) -> Restore:
         """A snapshot on its way into the buffer.
 
@@ -152,7 +186,7 @@ class Snapshotter:
         """What is not in the arguments of the buffer, for ``unpickle``; called while it stands still."""
         state = self._state
         # Storage, writer and sampler are pickled themselves.
-        parts = {part.name: part.capture() for part in state.parts if part.name in state.fresh}
+        parts = {part.name: shielded(part.capture) for part in state.parts if part.name in state.fresh}
         return {"tickets": self._standstill.capture().cloned(), "fresh": state.fresh, "parts": parts}
 
     def unpickle(self, state: dict[str, Any]) -> None:
@@ -160,6 +194,6 @@ class Snapshotter:
         self._state.fresh = state["fresh"]
         for part in self._state.parts:
             if part.name in state["parts"]:
-                part.load(part.read(state["parts"][part.name]))
+                shielded(part.load, part.read(state["parts"][part.name]))
         self._state.table.changed()
         self._standstill.restore(state["tickets"])

@@ -1,6 +1,6 @@
 """Checkpoints of a whole training run: buffers, models, optimizers and plain values at one point in time.
 
-One directory per step, committed whole (see ``asyncbuf._disk.directory``)::
+One directory per step, committed whole (see ``asyncbuf._disk.writer``)::
 
     runs/step-000100/
       manifest.json                      which parts there are, and everything that is not a tensor
@@ -16,16 +16,21 @@ import operator
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from asyncbuf._disk.directory import CheckpointWriter, absolute, is_checkpoint, remove, sweep
+from asyncbuf._disk.writer import CheckpointWriter
+from asyncbuf._runtime.arguments import absolute, count, flag, seconds, shown
+from asyncbuf._runtime.reentry import current_job
 from asyncbuf._runtime.summary import summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.checkpoint._components import Captured, capture, is_stateful
 from asyncbuf.checkpoint._freeze import is_within_any
 from asyncbuf.checkpoint._global_generators import GlobalGenerators
 from asyncbuf.checkpoint._run_plan import FORMAT, RNG, VERSION, RunPlan
+from asyncbuf.checkpoint._steps import checkpoints_in, remove_steps, step_path, steps_in
+from asyncbuf.checkpoint.saving import BackgroundSaves, SaveHandle, SaveJob
 from asyncbuf.checkpoint.snapshotable import is_snapshotable
+from asyncbuf.checkpoint.stopping import DEFAULT_SIGNALS, StopSignal
 from asyncbuf.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -34,13 +39,14 @@ from asyncbuf.errors import (
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
+    from types import TracebackType
 
-_STEP = re.compile(r"step-([0-9]{6,})")
 _LISTINGS = 5
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_ARGUMENTS = {"step", "rng", "timeout", "elastic", "partial"}
+_ARGUMENTS = {"step", "rng", "timeout", "at_once", "elastic", "partial"}
 
 _logger = logging.getLogger("asyncbuf")
 
@@ -76,35 +82,30 @@ class Checkpointer:
         rng: whether the global generators of torch, numpy and ``random`` belong to the run.
 
     Raises:
-        TypeError, ValueError: ``keep`` is not an int of at least 1.
+        TypeError, ValueError: the directory is no path, ``keep`` not an int of at least 1, or ``rng`` no bool.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, rng: bool = False) -> None:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-            raise TypeError(f"keep: expected an int or None, found {keep!r}")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep: expected at least 1, found {keep}")
-        self._directory = absolute(directory)
-        self._keep = keep
-        self._rng = rng
-        self._swept = False
+        self._directory = absolute(directory, "directory")
+        self._keep = None if keep is None else count(keep, "keep", 1, example=3)
+        self._rng = flag(rng, "rng")
+        self._last: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._locks: dict[str, asyncio.Lock] = {}
+        self._saves = BackgroundSaves()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def path(self, step: int) -> Path:
         """The directory of a step, whether or not it is there."""
-        return self._directory / f"step-{_step(step):06}"
+        return step_path(self._directory, _step(step))
 
     def steps(self) -> list[int]:
         """The steps that were saved, in order. Whether each can be read shows when it is restored."""
         try:
-            names = [entry.name for entry in self._directory.iterdir() if entry.is_dir()]
+            return steps_in(self._directory)
         except FileNotFoundError:
             return []
-        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
-        return sorted(step for step, name in steps if self.path(step).name == name)
 
     def latest(self) -> int | None:
         """The highest step that was saved; None if there is none."""
@@ -116,18 +117,33 @@ class Checkpointer:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    async def save(self, step: int, *, rng: bool | None = None, timeout: float | None = None, **parts: Any) -> Path:
+    async def save(
+        self,
+        step: int,
+        *,
+        rng: bool | None = None,
+        timeout: float | None = None,
+        at_once: bool = False,
+        **parts: Any,
+    ) -> Path:
         """Save everything at one point in time, then write it while the run goes on.
 
-        All buffers stand still while they and the other parts are captured, in one step of the event loop. So what is
-        saved fits together if it is called by the task that trains, or if nothing waits in that task between getting a
-        batch and the end of its update. The event loop waits while the states are copied, roughly 1 ms for each MB on
-        the CPU, but not for disks. Calls from several tasks are served in order.
+        All buffers stand still while they and the other parts are captured, in one step of the event loop: states are
+        asked for, and everything but large tensors and arrays on the CPU is copied. Those are copied in a thread, and
+        the buffers stand still for that long, too, so that whoever waits for a batch of them changes nothing. The event
+        loop goes on. If a tensor is changed all the same, by a task that does not wait for these buffers, everything
+        is captured again and copied at once.
+
+        So what is saved fits together if it is called by the task that trains, or if nothing waits in that task between
+        getting a batch and the end of its update. Changes that torch does not count (through ``tensor.data``, ``numpy``
+        or arrays) are not noticed: a program that makes such ones in other tasks, which do not wait for these buffers,
+        needs ``at_once``. The event loop does not wait for disks. Calls from several tasks are served in order.
 
         Args:
             step: what the checkpoint is known by, from 0. One that is there already is replaced in one step.
             rng: overrides the ``rng`` of the constructor.
             timeout: seconds to wait for batches that are being prepared; after that they are saved as tickets.
+            at_once: copy large tensors in the same step, too. The event loop waits for that, roughly 1 ms for 2 MB.
             **parts: by name: buffers and snapshots; objects with ``state_dict`` and ``load_state_dict``; and plain
                 values such as numbers, strings, tensors, lists and dicts, which ``restore`` hands back. Tensors may be
                 on any device: they are copied there first, and then to the CPU.
@@ -141,39 +157,165 @@ class Checkpointer:
             TypeError, ValueError: a step, name or part is none.
         """
         path = self.path(step)
-        _check_names(parts)
-        if self._rng if rng is None else rng:
-            parts[RNG] = GlobalGenerators()
+        timeout = self._checked(parts, rng, timeout, at_once)
         async with self._turn("capture"):
-            captured = await capture(parts, timeout)
+            captured = await capture(parts, timeout, at_once=at_once)
         async with self._lock("disk"):
             writer = CheckpointWriter(path)
             await in_thread(self._write, writer, _step(step), captured, on_cancel=writer.stop)
         return path
 
+    async def save_soon(
+        self,
+        step: int,
+        *,
+        rng: bool | None = None,
+        timeout: float | None = None,
+        at_once: bool = False,
+        **parts: Any,
+    ) -> SaveHandle:
+        """Capture everything at one point in time, as ``save`` does, and write it in the background.
+
+        This waits only until everything is captured, so that the caller may change it then; ``await handle`` waits for
+        the commit. One save is written at a time, those of ``save`` included, in the order in which they were captured.
+        Of those that were begun here and wait for that, only the newest is written: older ones give way as soon as a
+        newer one is captured, and their memory is free. So what waits is never more than one copy, however slow the
+        disk is. A call of ``save`` never gives way, and makes no other one give way.
+
+        ``await checkpointer.wait()``, or the end of ``async with checkpointer:``, waits for all of them: when the event
+        loop ends, a save that is still at work is cancelled.
+
+        Args:
+            step: as in ``save``.
+            rng: as in ``save``.
+            timeout: as in ``save``.
+            at_once: as in ``save``.
+            **parts: as in ``save``.
+
+        Returns:
+            The handle. Awaiting it raises ``SupersededError`` if a newer one came before it was written.
+
+        Raises:
+            CheckpointError, TimeoutError, TypeError, ValueError: as ``save``; nothing was begun then.
+        """
+        path = self.path(step)
+        timeout = self._checked(parts, rng, timeout, at_once)
+        async with self._turn("capture"):
+            captured = await capture(parts, timeout, at_once=at_once)
+            # No await until it is among those that wait: so the newest is the one that was captured last.
+            return self._write_soon(path, _step(step), captured)
+
+    def _write_soon(self, path: Path, step: int, captured: dict[str, Captured]) -> SaveHandle:
+        for older in self._saves.running:
+            older.give_way(path)
+        job = SaveJob(path, captured.clear)
+
+        async def save() -> None:
+            async with self._lock("disk"):
+                await job.write(self._write, CheckpointWriter(path, transfer=job.transfer), step, captured)
+
+        job.save = save
+        return self._saves.add(SaveHandle(job))
+
+    def _checked(self, parts: dict[str, Any], rng: bool | None, timeout: float | None, at_once: bool) -> float | None:
+        """Check the arguments of a save; add the global generators, if they are wanted."""
+        _check_names(parts)
+        timeout = seconds(timeout)
+        flag(at_once, "at_once")
+        if self._rng if rng is None else flag(rng, "rng"):
+            parts[RNG] = GlobalGenerators()
+        return timeout
+
     def _write(self, writer: CheckpointWriter, step: int, captured: dict[str, Captured]) -> None:
-        if not self._swept:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            sweep(self._directory)
-            self._swept = True
+        writer.base = self._base(step)
+        sizes = [part.nbytes for part in captured.values()]
         with writer:
+            writer.expect(sum(filter(None, sizes)) if None not in sizes else None)
             parts = {name: part.write(writer, name) for name, part in captured.items()}
             writer.commit({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
+        self._last = step
         self._prune(step)
+
+    def _base(self, step: int) -> Path | None:
+        """The checkpoint that most of a new one may be the same as: that of the last step saved or restored here."""
+        try:
+            steps = [other for other in self.steps() if other != step]
+        except OSError:
+            steps = []  # it may be entered but not read
+        if not steps:
+            return None
+        return self.path(self._last if self._last in steps else steps[-1])
 
     def _prune(self, written: int) -> None:
         """Remove the oldest checkpoints. The new one is committed, so a failure here is none of the save."""
         if self._keep is None:
             return
-        committed = [step for step in self.steps() if is_checkpoint(self.path(step))]
-        for step in committed[: -self._keep]:
-            if step == written:
-                continue
-            path = self.path(step)
-            try:
-                remove(path)
-            except OSError as error:
-                _logger.warning("the old checkpoint %s could not be removed: %r", path, error)
+        try:
+            committed = checkpoints_in(self._directory)
+        except OSError as error:
+            _logger.warning("old checkpoints in %s could not be looked for: %r", self._directory, error)
+            return
+        remove_steps(self._directory, [step for step in committed[: -self._keep] if step != written], self._not_removed)
+
+    def _not_removed(self, step: int, error: OSError) -> None:
+        _logger.warning("the old checkpoint %s could not be removed: %r", self.path(step), error)
+
+    async def wait(self) -> None:
+        """Wait until every save that ``save_soon`` has begun is committed, or has ended otherwise.
+
+        If this wait is cancelled, the saves go on. None is lost by ending the program after it.
+
+        Raises:
+            Exception: what one has failed with that ended meanwhile and that nobody else was told of; an
+                ``ExceptionGroup`` if several have. A save that gave way or was cancelled has not failed.
+        """
+        await self._saves.ended_or_raised()
+
+    async def __aenter__(self) -> Self:
+        """Nothing has to be begun."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As ``wait``; but if this is cancelled, so are the saves. If the block has raised, their errors are logged."""
+        try:
+            if kind is None:
+                await self._saves.ended_or_raised()
+            else:
+                await self._saves.ended()
+        except asyncio.CancelledError:
+            await self._saves.cancelled()
+            raise
+
+    def on_signal(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> StopSignal:
+        """Be told of a signal that asks the program to end, in time to save once more.
+
+        ::
+
+            async with buffer, checkpointer:
+                with checkpointer.on_signal() as stop:
+                    async for batch in stop.iterate(buffer):  # ends with the signal, also while it waits
+                        ...
+                        step += 1
+                await checkpointer.save(step, buffer=buffer, ...)
+            sys.exit(stop.exit_code)  # 128 + the number of the signal, or 0
+
+        The first signal is noted, and does nothing else. A second one does what it would have done without the block:
+        with ``asyncio.run``, SIGINT cancels the task that it runs, and SIGTERM ends the process at once. So a program
+        that does not react, or whose last save takes too long, can still be ended; a checkpoint is whole or not there,
+        whatever happens.
+
+        Args:
+            signals: which ones, as numbers or ``signal.Signals``.
+
+        Returns:
+            A context manager, for ``with`` in a coroutine of the main thread.
+
+        Raises:
+            TypeError, ValueError: one is no signal.
+        """
+        return StopSignal(signals)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -209,10 +351,14 @@ class Checkpointer:
             TypeError, ValueError: a step, name or object is none.
         """
         _check_names(objects)
+        flag(elastic, "elastic")
+        flag(partial, "partial")
+        if rng is not None:
+            flag(rng, "rng")
         for name, part in objects.items():
             if not is_snapshotable(part) and not is_stateful(part):
                 raise TypeError(
-                    f"{name}: expected a ReplayBuffer or an object with state_dict and load_state_dict, found "
+                    f"{name}: expected a buffer or an object with state_dict and load_state_dict, found "
                     f"{type(part).__name__}; plain values come back in the result"
                 )
         demanded = self._rng and not partial if rng is None else rng
@@ -233,6 +379,7 @@ class Checkpointer:
                     if step is not None or not others:
                         raise
                     raise type(error)(f"{error}; restore(step=...) takes an older one, of {others}") from error
+                self._last = chosen
                 return RestoredCheckpoint(chosen, plan.path, plan.values)
 
     def _chosen(self, step: int | None) -> int:
@@ -248,9 +395,10 @@ class Checkpointer:
     def _turn(self, what: str) -> AbstractAsyncContextManager[None]:
         """A lock under which buffers are waited for.
 
-        Whoever is within a freeze does not take it: another one might hold it while it waits for that freeze to end.
+        Whoever is within a freeze or a transform does not take it: another one might hold it while it waits for the end
+        of that.
         """
-        return nullcontext() if is_within_any() else self._lock(what)
+        return nullcontext() if is_within_any() or current_job() is not None else self._lock(what)
 
     def _lock(self, what: str) -> asyncio.Lock:
         """A lock of the running loop, so that one object may serve one loop after the other."""
@@ -261,9 +409,14 @@ class Checkpointer:
 
 
 def _step(step: Any) -> int:
-    if isinstance(step, bool):
-        raise TypeError(f"step: expected an int, found {step!r}")
-    number = operator.index(step)
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None:
+        is_part = is_snapshotable(step) or is_stateful(step)
+        instead = ": write save(step, name=...) and restore(name=...)" if is_part else "; for example save(100, ...)"
+        raise TypeError(f"step: expected an int, found {shown(step)}{instead}")
     if number < 0:
         raise ValueError(f"step: expected at least 0, found {number}")
     return number

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, absolute
+from asyncbuf._disk.reader import CheckpointReader, ReadAhead
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._plain.codec import join, split
+from asyncbuf._plain.layout import laid_out, layout_of
+from asyncbuf._plain.memory import check_memory
+from asyncbuf._plain.state import check_plain
+from asyncbuf._runtime.arguments import absolute
+from asyncbuf._runtime.summary import literal, summary
 from asyncbuf._runtime.threads import in_thread
 from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
 from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
@@ -19,10 +25,10 @@ if TYPE_CHECKING:
 
     from asyncbuf.storage._frozen import Frozen
 
-VERSION = 2
+VERSION = 3
 FORMAT = "asyncbuf.snapshot"
 # What stands in the state of a snapshot beside the states of the parts of a buffer.
-_RESERVED = {"format", "version", "config", "prefetch", "storage"}
+_RESERVED = {"format", "version", "config", "prefetch", "storage", "layout", "scattered"}
 
 
 class Snapshot:
@@ -31,20 +37,29 @@ class Snapshot:
     Holds its own copy of everything but the rows of the storage, which are kept as they were for as long as the
     snapshot lives: rows that are overwritten meanwhile are copied aside first.
 
-    Has ``state_dict`` and ``load_state_dict``, as a ``Stateful`` of ``torch.distributed.checkpoint``, and pickles.
+    Has ``state_dict`` and ``load_state_dict``, as a ``Stateful`` of ``torch.distributed.checkpoint``, which loads it by
+    ``asyncbuf.integrations.dcp``; and pickles.
     """
 
     def __init__(self, state: dict[str, Any] | None = None, storage: Frozen | None = None) -> None:
+        if state is not None and not isinstance(state, dict):
+            raise TypeError(
+                f"state: expected a dict, found {summary(state)}; Snapshot.from_state_dict takes state dicts"
+            )
         self._state = {} if state is None else state
         self._storage: Frozen = InMemoryRows(None) if storage is None else storage
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as plain data in memory of its own: tensors, numbers, strings, lists and dicts.
 
-        ``torch.save`` writes it, and ``torch.load`` reads it with its safe default.
+        ``torch.save`` writes it, and ``torch.load`` reads it with its safe default. ``torch.distributed.checkpoint``
+        forgets what is empty and in which order keys stand, so ``"layout"`` says it.
         """
         storage = {"meta": self._storage.meta, "chunks": list(tensors_of(self._storage))}
-        return copied({**self._state, "storage": storage})
+        state = copied({**self._state, "storage": storage})
+        if self._state:
+            state["layout"] = layout_of(state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Become the snapshot that a state dict was made from. The dict stays the caller's.
@@ -52,6 +67,8 @@ class Snapshot:
         Raises:
             CheckpointError: it is not the state dict of a snapshot; nothing has changed.
         """
+        check_plain(checked(state_dict), "snapshot")
+        check_memory(state_dict, "snapshot")
         borrowed = self.borrowed(copied(state_dict))
         self._state, self._storage = borrowed._state, borrowed._storage
 
@@ -59,6 +76,10 @@ class Snapshot:
     def borrowed(cls, state_dict: Any) -> Self:
         """A snapshot that shares the memory of a state dict, for use while nobody changes that."""
         state = dict(checked(state_dict))
+        layout = state.pop("layout", None)
+        if state.pop("scattered", False):  # says who has kept the leaves alone, such as asyncbuf.integrations.dcp
+            state = laid_out(state, layout)
+        check_memory(state, "snapshot")
         storage = state.pop("storage", None)
         if not isinstance(storage, dict) or storage.keys() != {"meta", "chunks"}:
             raise CheckpointCorruptError(f"storage: expected meta and chunks, found {type(storage).__name__}")
@@ -73,18 +94,26 @@ class Snapshot:
         snapshot.load_state_dict(state_dict)
         return snapshot
 
-    async def save(self, path: str | os.PathLike[str]) -> None:
+    async def save(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
         """Write a checkpoint directory, in a thread. A checkpoint that is there already is replaced in one step.
+
+        Args:
+            path: the directory.
+            base: another checkpoint of the same buffer, beside this one. Rows that have not changed since are not
+                written again: their files get a second name. Either checkpoint may be removed later. One that is
+                replaced is used so without being asked for.
 
         Raises:
             CheckpointError: something else than a checkpoint is there.
             OSError: the file system refuses.
         """
-        writer = CheckpointWriter(path)
-        await in_thread(self._save, writer, on_cancel=writer.stop)
+        writer = CheckpointWriter(path, base)
+        await in_thread(self.write_alone, writer, on_cancel=writer.stop)
 
-    def _save(self, writer: CheckpointWriter) -> None:
+    def write_alone(self, writer: CheckpointWriter) -> None:
+        """Make a checkpoint that holds nothing else; blocks."""
         with writer:
+            writer.expect(self.nbytes)
             writer.commit({"buffer": self.write(writer)})
 
     @classmethod
@@ -115,6 +144,12 @@ class Snapshot:
         """State and rows as they are, in the memory of the snapshot."""
         return self._state, self._storage
 
+    @property
+    def nbytes(self) -> int | None:
+        """How many bytes its tensors have; None if only reading the rows would tell, as with items of any kind."""
+        rows: int | None = getattr(self._storage, "nbytes", None)
+        return None if rows is None else rows + nbytes_of(self._state)
+
     def write(self, writer: CheckpointWriter, prefix: str = "") -> Any:
         """Write the files of this snapshot into a checkpoint; may block.
 
@@ -126,7 +161,7 @@ class Snapshot:
             What JSON can hold, for ``read``.
         """
         for number, chunk in enumerate(self._storage.chunks()):
-            writer.write(f"{prefix}storage/{number:05}.safetensors", chunk.tensors)
+            writer.write_chunk(f"{prefix}storage/{number:05}.safetensors", chunk.identity, chunk.read)
         document = dict(self._state)
         document["storage"] = self._storage.meta
         for part in (*parts_of(document), "storage"):
@@ -156,6 +191,7 @@ class Snapshot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state dict over; it was read for this object alone."""
         storage = state.pop("storage")
+        state.pop("layout", None)
         self._state, self._storage = state, InMemoryRows(storage["meta"], storage["chunks"])
 
     def __repr__(self) -> str:
@@ -176,11 +212,13 @@ class _OnDisk:
     def __init__(self, meta: Any, reader: CheckpointReader, part: str) -> None:
         self.meta = meta
         self._reader = reader
-        self._part = part
+        self._names = reader.names(part)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Reads and checks one file after the other."""
-        return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._reader.read_all(self._part))
+        """Each reads and checks one file when its tensors are asked for, and the next ones meanwhile."""
+        files = ReadAhead(self._reader, self._names)
+        for number, name in enumerate(self._names):
+            yield Chunk(self._reader.identity(name), functools.partial(files.read, number))
 
 
 def checked(state: Any) -> dict[str, Any]:
@@ -190,12 +228,14 @@ def checked(state: Any) -> dict[str, Any]:
         CheckpointCorruptError: it is something else.
         CheckpointVersionError: its version is not known.
     """
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointCorruptError(f"snapshot: expected the format {FORMAT!r}, found {found!r}")
+    found = state.get("format") if isinstance(state, dict) else state
+    if not isinstance(state, dict) or type(found) is not str or found != FORMAT:
+        shown = repr(found) if type(found) is str else literal(found)
+        raise CheckpointCorruptError(f"snapshot: expected the format {FORMAT!r}, found {shown}")
     version = state.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise CheckpointVersionError(f"snapshot: expected a version from 1 to {VERSION}, found {version!r}")
+        shown = repr(version) if type(version) is str else literal(version)
+        raise CheckpointVersionError(f"snapshot: expected a version from 1 to {VERSION}, found {shown}")
     return state
 
 
@@ -208,12 +248,21 @@ def _written(writer: CheckpointWriter, name: str, plain: Any) -> Any:
     document, tensors = split(plain)
     if tensors:
         writer.write(f"{name}.safetensors", tensors)
-    return document
+    return writer.document(f"{name}.json", document)
 
 
 def _joined(reader: CheckpointReader, name: str, document: Any) -> Any:
     file = f"{name}.safetensors"
-    return join(document, reader.read(file) if reader.has(file) else {})
+    return join(reader.document(document), reader.read(file) if reader.has(file) else {})
+
+
+def nbytes_of(plain: Any) -> int:
+    """How many bytes the tensors of plain data have; what is shared counts as often as it is written."""
+    if isinstance(plain, torch.Tensor):
+        return plain.nbytes
+    if isinstance(plain, dict):
+        return sum(map(nbytes_of, plain.values()))
+    return sum(map(nbytes_of, plain)) if isinstance(plain, list) else 0
 
 
 P = TypeVar("P")
@@ -221,17 +270,16 @@ P = TypeVar("P")
 
 def copied(plain: P) -> P:
     """Plain data in memory of its own; what is shared stays shared."""
-    copies: dict[int, torch.Tensor] = {}
+    return cast("P", _copied(plain, {}))
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            if id(node) not in copies:
-                copies[id(node)] = node.detach().clone().requires_grad_(node.requires_grad)
-            return copies[id(node)]
-        if isinstance(node, list):
-            return [walk(item) for item in node]
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        return node
 
-    return cast("P", walk(plain))
+def _copied(node: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        if id(node) not in copies:
+            copies[id(node)] = node.detach().clone().requires_grad_(node.requires_grad)
+        return copies[id(node)]
+    if isinstance(node, list):
+        return [_copied(item, copies) for item in node]
+    if isinstance(node, dict):
+        return {key: _copied(value, copies) for key, value in node.items()}
+    return node

@@ -20,15 +20,20 @@ class Limiter:
     Attributes:
         counts_draws: whether the answer of ``may_draw`` may change by draws alone. If not, it is asked for after writes
             and removals only. A class that defines ``may_draw`` is taken for one, unless it says otherwise.
+        trusted: whether its methods may be called in the context and the torch modes of whoever happens to call. Not
+            inherited: a subclass says so itself.
         holds_writers: whether ``may_write`` is asked. So it is in a class that defines it, unless it says otherwise.
     """
 
     counts_draws: ClassVar[bool] = False
     holds_writers: ClassVar[bool] = False
+    trusted: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note which questions the class answers itself."""
         super().__init_subclass__(**kwargs)
+        if "trusted" not in vars(cls):
+            cls.trusted = False
         for method, declared in (("may_draw", "counts_draws"), ("may_write", "holds_writers")):
             if method in vars(cls) and declared not in vars(cls):
                 setattr(cls, declared, True)

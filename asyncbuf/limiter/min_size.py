@@ -23,6 +23,7 @@ class MinSize(Limiter):
     """
 
     counts_draws: ClassVar[bool] = False
+    trusted: ClassVar[bool] = True
 
     def __init__(self, items: int) -> None:
         self.items: int = count(items, "min_size", 1)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import are_distinct
+from asyncbuf._plain.state import int64s
 from asyncbuf.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
@@ -91,11 +92,7 @@ class PassGaps:
         """
         if not tensors:
             return None
-        arrays = {}
-        for key, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.int64 or tensor.ndim != 1:
-                raise CheckpointCorruptError(f"{name}: expected {key} as int64 [n], found {tensor!r}")
-            arrays[key] = tensor.detach().cpu().numpy().copy()
+        arrays = {key: int64s(tensor, f"{name}: expected {key}").copy() for key, tensor in tensors.items()}
         rows, gone = arrays.get("rows"), arrays.get("gone", np.empty(0, np.int64))
         if rows is not None and (len(rows) != length or (len(rows) and rows.min() < 0)):
             raise CheckpointCorruptError(f"{name}: expected the {length} rows of a pass, found {len(rows)}")

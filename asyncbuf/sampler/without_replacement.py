@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from asyncbuf._plain.state import fields, same
+from asyncbuf._plain.state import Seed, fields, same
+from asyncbuf._runtime.arguments import flag
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NotYet
@@ -30,14 +31,17 @@ class SamplerWithoutReplacement(Sampler):
     Args:
         drop_last: leave out the rows at the end of a pass that do not fill a batch.
         shuffle: a new random order for each pass; otherwise rows come in their order.
+
+    Raises:
+        TypeError: one of them is no bool.
     """
 
     trusted: ClassVar[bool] = True
     counts_draws: ClassVar[bool] = False  # a pass can begin as soon as, and as long as, there are rows for a batch
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
-        self._drop_last = drop_last
-        self._shuffle = shuffle
+        self._drop_last = flag(drop_last, "drop_last")
+        self._shuffle = flag(shuffle, "shuffle")
         self._epoch = 0
         self._position = 0
         self._length = 0
@@ -140,14 +144,14 @@ class SamplerWithoutReplacement(Sampler):
         name = type(self).__name__
         gaps: dict[str, Any] = {key: state[key] for key in ("rows", "gone") if isinstance(state, dict) and key in state}
         plain = {key: value for key, value in state.items() if key not in gaps} if gaps else state
-        kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=int)
+        kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=Seed)
         drop_last, shuffle, epoch, position, length, seed = fields(plain, name, **kinds)
         same(drop_last, self._drop_last, f"{name}: drop_last")
         same(shuffle, self._shuffle, f"{name}: shuffle")
         if length >= 2**48:
             raise CheckpointCorruptError(f"{name}: expected the length of a pass, found one beyond every storage")
-        if position > length or seed >= 2**63:
-            raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position} (seed {seed})")
+        if position > length:
+            raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position}")
         found = PassGaps.of(name, length, gaps)
         self._order = Permutation(length, seed) if shuffle and position < length else None
         self._epoch, self._position, self._length, self._seed = epoch, position, length, seed

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from asyncbuf.rows import ScatteredRows
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
-    from asyncbuf.rows import RowRange
+    from asyncbuf.rows import Int64Array, RowRange
     from asyncbuf.storage._layout import Records
 
 
@@ -35,6 +40,10 @@ class Chunk:
         self.identity = identity
         self._read = read
 
+    def read(self) -> dict[str, torch.Tensor]:
+        """Make the tensors, as ``tensors``."""
+        return self._read()
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors ``[rows, ...]``. Made whenever this is asked for, so that nothing is read for nothing."""
@@ -47,11 +56,11 @@ class ChunkVersions:
     Never pickled or copied with what it is about: a copy has contents, and identities, of its own.
 
     Args:
-        rows: rows of a chunk; the first chunk begins at row 0.
+        rows: how finely it is noted which rows were written: the rows of a chunk, or fewer.
 
     Attributes:
-        noted: the first row of a chunk and the row after its last one. That it is written is noted until the next
-            freeze, so that a write within it need not be.
+        noted: the first of some rows and the row after the last one. That they are written is noted until the next
+            freeze, so that a write within them need not be.
     """
 
     def __init__(self, rows: int) -> None:
@@ -62,35 +71,71 @@ class ChunkVersions:
     def renew(self) -> None:
         """All contents are other ones."""
         self._token = secrets.token_hex(8)
+        self._process = os.getpid()
+        self._loaded: dict[tuple[int, int], str] = {}
         self._written: dict[int, int] = {}
         self.noted = (0, 0)
 
     def wrote(self, start: int, stop: int) -> None:
-        """Rows ``start`` to ``stop - 1`` are being written."""
+        """Rows ``start`` to ``stop - 1`` are being written: at least one."""
         first, last = start // self.rows, (stop - 1) // self.rows
         for number in range(first, last + 1):
             self._written[number] = self._freezes + 1
         self.noted = (last * self.rows, (last + 1) * self.rows)
 
-    def freeze(self, count: int) -> list[str]:
-        """The identities of the chunks of so many rows, as they are now."""
+    def loaded(self, sizes: Sequence[int], identities: Sequence[str | None]) -> None:
+        """Chunks were loaded that have identities already, which they keep until they are written.
+
+        Args:
+            sizes: rows of each.
+            identities: what stands for each.
+        """
+        spans = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        known = zip(spans, identities, strict=True)
+        self._loaded = {span: identity for span, identity in known if identity is not None}
+
+    def wrote_rows(self, rows: Int64Array) -> None:
+        """Some rows are being written."""
+        for number in np.unique(rows // self.rows).tolist():
+            self.wrote(number * self.rows, number * self.rows + 1)
+
+    def freeze(self) -> Callable[[int, int], str]:
+        """What says the identity of rows ``start`` to ``stop - 1``, as they are now. Called in any thread, later."""
         self._freezes += 1
         self.noted = (0, 0)
-        # A forked process has the same token, and writes of its own.
-        token, written = f"{self._token}-{os.getpid():x}", self._written
-        starts = range(0, count, self.rows)
-        return [
-            f"{token}-{start}-{min(start + self.rows, count)}-{written.get(number, 0)}"
-            for number, start in enumerate(starts)
-        ]
+        if self._process != os.getpid():
+            self._fork()
+        return functools.partial(_identity, self._token, self._loaded, self._written.copy(), self.rows)
+
+    def _fork(self) -> None:
+        """Writes of a forked process are its own: what was loaded and not written is known, all else gets new names."""
+        written, rows = self._written, self.rows
+        loaded = {span: each for span, each in self._loaded.items() if not _latest(written, rows, *span)}
+        self.renew()
+        self._loaded = loaded
 
     def __reduce__(self) -> tuple[type[ChunkVersions], tuple[int]]:
         """A copy knows nothing yet."""
         return ChunkVersions, (self.rows,)
 
 
+def _identity(
+    token: str, loaded: Mapping[tuple[int, int], str], written: Mapping[int, int], rows: int, start: int, stop: int
+) -> str:
+    latest = _latest(written, rows, start, stop)
+    known = None if latest else loaded.get((start, stop))
+    return known or f"{token}-{start}-{stop}-{latest}"
+
+
+def _latest(written: Mapping[int, int], rows: int, start: int, stop: int) -> int:
+    """At which freeze some rows were written last; 0 if never since they were loaded."""
+    return max((written.get(number, 0) for number in range(start // rows, -(-stop // rows))), default=0)
+
+
 class Frozen(Protocol):
     """What ``Storage.freeze`` returns.
+
+    It may have an attribute ``nbytes``, an int: how many bytes all chunks have together, for those that watch a save.
 
     Attributes:
         meta: plain data (see ``asyncbuf._plain.codec``) that says what the chunks mean.
@@ -115,9 +160,35 @@ class InMemoryRows:
         self.meta = meta
         self._chunks = list(chunks)
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes all chunks have together."""
+        return sum(tensor.nbytes for tensors in self._chunks for tensor in tensors.values())
+
     def chunks(self) -> Iterator[Chunk]:
         """The contents; whether they are those of some storage is not known."""
         return (Chunk(None, functools.partial(dict, tensors)) for tensors in self._chunks)
+
+
+class ChunksRead:
+    """Chunks on their way into a storage.
+
+    Args:
+        frozen: the contents.
+
+    Attributes:
+        identities: of the chunks that were read.
+    """
+
+    def __init__(self, frozen: Frozen) -> None:
+        self._frozen = frozen
+        self.identities: list[str | None] = []
+
+    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of each chunk, as ``Storage.load_rows`` takes them."""
+        for chunk in self._frozen.chunks():
+            self.identities.append(chunk.identity)
+            yield chunk.tensors
 
 
 def tensors_of(frozen: Frozen) -> Iterator[dict[str, torch.Tensor]]:
@@ -147,26 +218,40 @@ class CopyOnWrite:
 
     def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
+        if type(runs) is ScatteredRows:
+            self._keep(np.unique(runs.rows[runs.rows < self._rows] // self._step).tolist())
+            return
         for run in runs:
             last = min(run.row + run.count, self._rows)
-            for segment in range(run.row // self._step, -(-last // self._step)):
-                with self._lock:
-                    if segment not in self._kept:
-                        self._kept[segment] = self._copied(segment)
+            self._keep(range(run.row // self._step, -(-last // self._step)))
 
-    def segments(self, start: int, stop: int) -> Iterator[list[Records]]:
-        """The kept rows of a range, segment by segment: records ``[rows]``, one per block, that nobody writes to.
+    def _keep(self, segments: Iterable[int]) -> None:
+        for segment in segments:
+            with self._lock:
+                if segment not in self._kept:
+                    self._kept[segment] = self._copied(segment)
+
+    def count(self, start: int, stop: int) -> int:
+        """How many rows of a range there are."""
+        return max(0, min(stop, self._rows) - start)
+
+    def visit(self, start: int, stop: int, use: Callable[[int, list[Records]], None]) -> None:
+        """Show the kept rows of a range, segment by segment.
 
         Args:
             start: the first row, where a segment begins.
             stop: the row after the last one; a segment ends there, or all of them.
+            use: gets the number of the first row within the range, and records ``[rows]``, one array per block, which
+                are written to as soon as it returns.
         """
         for segment in range(start // self._step, -(-min(stop, self._rows) // self._step)):
             with self._lock:
-                found = self._kept.get(segment) or self._copied(segment)
-            yield found
+                use(segment * self._step - start, self._kept.get(segment) or self._live(segment))
 
-    def _copied(self, segment: int) -> list[Records]:
+    def _live(self, segment: int) -> list[Records]:
         start = segment * self._step
         stop = min(start + self._step, self._rows)
-        return [block[start:stop].copy() for block in self._blocks]
+        return [block[start:stop] for block in self._blocks]
+
+    def _copied(self, segment: int) -> list[Records]:
+        return [rows.copy() for rows in self._live(segment)]

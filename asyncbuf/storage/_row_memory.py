@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from asyncbuf._plain.codec import dtype_name, dtype_named
 from asyncbuf._plain.tree import builder, flat_keys
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
+from asyncbuf._runtime.spare_memory import SpareMemory
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import _layout as layout
 from asyncbuf.storage._batch_memory import BatchMemory
@@ -21,13 +21,17 @@ from asyncbuf.storage._recycling import Slots
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
+
     from asyncbuf._plain import tree
     from asyncbuf.storage._frozen import CopyOnWrite
 
 # Rows that are copied aside together when they are about to be overwritten.
 SEGMENT_BYTES = 1024 * 1024
-# Reading a file keeps the interpreter's lock for as long as its tensors are taken out.
-CHUNK_BYTES = 16 * 1024 * 1024
+# The less there is in a chunk, the less is written again when some of it has changed; the more, the fewer files.
+CHUNK_BYTES = 8 * 1024 * 1024
+_SPARE_CHUNKS = 8
+_BLOCK_BYTES = 4096
 
 
 class RowMemory:
@@ -52,6 +56,7 @@ class RowMemory:
         self.segment_rows = max(1, SEGMENT_BYTES // max(1, widest))
         segments = -(-CHUNK_BYTES // (self.segment_rows * max(1, self.row_nbytes)))
         self.versions = ChunkVersions(segments * self.segment_rows)
+        self.loaded: list[int] = []  # rows of the chunks that a checkpoint had
         self.slots = Slots(BatchMemory(self.layout, fields, contiguous=contiguous))
         # For items that come as they are stored: what each leaf must be, and the keys where an item is a flat dict.
         self.flat_keys = flat_keys(spec)
@@ -93,7 +98,9 @@ class FrozenRows:
     def __init__(self, rows: RowMemory, kept: CopyOnWrite, count: int) -> None:
         self._rows = rows
         self._kept = kept
-        self._identities = rows.versions.freeze(count)
+        self._count = count
+        self._identity = rows.versions.freeze()
+        self.nbytes = count * sum(field.nbytes for field in rows.fields)
         self.meta = {
             "rows": count,
             "structure": spec_to_plain(rows.spec),
@@ -110,25 +117,45 @@ class FrozenRows:
 
     def chunks(self) -> Iterator[Chunk]:
         """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
-        for number, identity in enumerate(self._identities):
-            start = number * self._rows.versions.rows
-            yield Chunk(identity, functools.partial(self._columns, start, start + self._rows.versions.rows))
+        # Chunks that are read one after the other are written to files meanwhile.
+        spare = SpareMemory(_SPARE_CHUNKS)
+        rows = self._rows.versions.rows
+        for start in range(0, self._count, rows):
+            identity = self._identity(start, min(start + rows, self._count))
+            yield Chunk(identity, functools.partial(self._columns, start, start + rows, spare))
 
-    def _columns(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        segments = list(self._kept.segments(start, stop))
+    def _columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
         fields = self._rows.fields
-        lengths = [len(segment[0]) for segment in segments]
-        dense = [np.empty((sum(lengths), *field.shape), field.bits) for field in fields]
-        filled = 0
-        for length, segment in zip(lengths, segments, strict=True):
+        dense = _arrays(fields, self._kept.count(start, stop), spare)
+
+        def copy(first: int, segment: list[layout.Records]) -> None:
             # Field by field: numpy keeps the interpreter's lock while it copies whole records.
             for out, column in zip(dense, columns(segment, self._rows.layout), strict=True):
-                out[filled : filled + length] = column
-            filled += length
+                out[first : first + len(column)] = column
+
+        self._kept.visit(start, stop, copy)
         return {
             name: field.typed(torch.from_numpy(out))
             for name, field, out in zip(_names(fields), fields, dense, strict=True)
         }
+
+
+def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.ndarray[Any, Any]]:
+    """Arrays ``[count, *shape]`` of bits, with anything in them, in one piece of memory.
+
+    They lie in it as they will in a file, as far from a block of the disk: so they can be written from there.
+    """
+    names = _names(fields)
+    order = sorted(range(len(fields)), key=lambda number: (-fields[number].bits.itemsize, names[number]))
+    memory = spare.take(sum(count * field.nbytes for field in fields) + _BLOCK_BYTES)
+    start = -memory.ctypes.data % _BLOCK_BYTES
+    arrays = {}
+    for number in order:
+        field = fields[number]
+        raw = memory[start : start + count * field.nbytes]
+        arrays[number] = raw.view(field.bits).reshape(count, *field.shape)
+        start += count * field.nbytes
+    return [arrays[number] for number in range(len(fields))]
 
 
 def _names(fields: Sequence[Field]) -> list[str]:
@@ -151,19 +178,18 @@ def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
     try:
         spec = spec_from_plain(meta["structure"])
         fields = tuple(
-            Field(
-                str(field["path"]),
-                dtype_named(field["dtype"]),
-                tuple(field["shape"]),
-            )
-            for field in meta["fields"]
+            Field(field["path"], dtype_named(field["dtype"]), tuple(field["shape"])) for field in meta["fields"]
         )
+        names = [field["name"] for field in meta["fields"]]
+        entries = [len(field) for field in meta["fields"]]
         count = meta["rows"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"storage: expected a description of rows, found {error!r}") from error
     sizes = [count, *(length for field in fields for length in field.shape)]
     if any(type(size) is not int or size < 0 for size in sizes) or [field.path for field in fields] != spec.paths():
         raise CheckpointCorruptError(f"storage: expected {count!r} rows of {spec}, found {[str(f) for f in fields]}")
+    if names != _names(fields) or len(meta) != 3 or any(number != 4 for number in entries):
+        raise CheckpointCorruptError(f"storage: expected a description of the fields {_names(fields)}, found {names}")
     return spec, fields, count
 
 

@@ -36,10 +36,22 @@ def stacked(items: Sequence[Any]) -> Any:
     batched = []
     for path, column in zip(spec.paths(), zip(*columns, strict=True), strict=True):
         try:
-            batched.append(default_collate(list(column)))
+            batched.append(default_collate(_ordinary(column)))
         except (RuntimeError, TypeError, ValueError) as error:
             raise SchemaError(f"{path}: expected items that can be stacked, or a collate_fn: {error}") from error
     return tree.unflatten(spec, batched, batch=len(items))
+
+
+def _ordinary(column: Sequence[Any]) -> list[Any]:
+    """The same, with copies of the arrays that torch does not take: rows of a memory map, other orders of bytes."""
+    if not isinstance(column[0], np.ndarray):
+        return list(column)
+    return [
+        array
+        if not isinstance(array, np.ndarray) or (array.flags.writeable and array.dtype.isnative)
+        else array.astype(array.dtype.newbyteorder("="))
+        for array in column
+    ]
 
 
 def check_stackable(value: Any, depth: int = 0) -> None:

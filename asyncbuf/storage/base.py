@@ -79,6 +79,8 @@ class Storage(ABC):
 
     Attributes:
         runs: where rows are gathered. A class attribute.
+        trusted: whether its methods may be called in the context and the torch modes of whoever happens to call. Not
+            inherited: a subclass says so itself.
 
     Args:
         capacity: number of rows.
@@ -89,6 +91,13 @@ class Storage(ABC):
     """
 
     runs: ClassVar[Runs] = Runs.ANYWHERE
+    trusted: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may do otherwise: what its base declares does not hold for it."""
+        super().__init_subclass__(**kwargs)
+        if "trusted" not in vars(cls):
+            cls.trusted = False
 
     def __init__(self, capacity: int) -> None:
         self._capacity = count(capacity, "capacity", 1)
@@ -236,6 +245,16 @@ class Storage(ABC):
         for _ in chunks:
             raise CheckpointCorruptError(f"expected no chunks for {type(self).__name__}, found some")
         return lambda: self.load_state_dict(state)
+
+    def loaded_chunks(self, identities: Sequence[str | None]) -> None:
+        """Be told what stands for the chunks that were loaded, once they are live.
+
+        A storage whose ``freeze`` would now give the very same chunks may give them these identities for as long as
+        nothing is written into them, so that the next checkpoint need not write them again. May not fail.
+
+        Args:
+            identities: of each chunk, in order; None where that is not known.
+        """
 
     def rows_in(self, meta: Any) -> int | None:
         """How many rows are in what ``freeze`` gave out; None if that cannot be told."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import json
+import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from asyncbuf._plain.codec import decode, encode, join, split
+from asyncbuf._plain.codec import decode, join
+from asyncbuf._plain.column_leaves import DOCUMENT
+from asyncbuf._plain.columns_back import from_columns
 from asyncbuf._plain.savable import MisfitError, check_savable
+from asyncbuf._plain.state import natural
+from asyncbuf._runtime.collector import collections_paused, count_as_old
 from asyncbuf._runtime.own_memory import packed_memory
+from asyncbuf._runtime.summary import summary
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.storage._columns import of_items
-from asyncbuf.storage._frozen import Chunk, ChunkVersions, tensors_of
+from asyncbuf.storage._frozen import tensors_of
+from asyncbuf.storage._frozen_items import FrozenItems, new_versions
 from asyncbuf.storage._stacking import check_stackable, stacked
 from asyncbuf.storage.base import Prepared, Storage
 
@@ -25,8 +32,8 @@ if TYPE_CHECKING:
     from asyncbuf.rows import RowRange
     from asyncbuf.storage._frozen import Frozen
 
-_CHUNK_ITEMS = 1000
-_STRUCTURE = "structure"
+_MANY = 100_000
+_STRUCTURE = "structure"  # of chunks before version 3 of a snapshot
 
 
 class ListStorage(Storage):
@@ -47,11 +54,16 @@ class ListStorage(Storage):
         ValueError: the capacity is not positive.
     """
 
+    trusted: ClassVar[bool] = True
+
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._items: list[Any] = []
+        self._sizes: Sequence[int] = ()
         self._stacks = False
-        self._versions = ChunkVersions(_CHUNK_ITEMS)
+        self._versions = new_versions()
+        self._frozen: list[weakref.ref[FrozenItems]] = []
+        self._is_old = False
 
     def prepare(self, items: Any) -> Prepared:
         """Check that the items are a sequence of items (list, tuple, tensor or array) with at least one in it."""
@@ -89,7 +101,7 @@ class ListStorage(Storage):
     def write(self, prepared: Prepared, runs: Sequence[RowRange]) -> None:
         """Keep the items; the list grows up to the capacity."""
         for run in runs:
-            self._versions.wrote(run.row, run.row + run.count)
+            self._will_write(run.row, run.row + run.count)
             self._items.extend([None] * (run.row - len(self._items)))
             self._items[run.row : run.row + run.count] = prepared.payload[run.item : run.item + run.count]
 
@@ -100,8 +112,14 @@ class ListStorage(Storage):
     def release(self, rows: torch.Tensor) -> None:
         """Let removed items go."""
         for row in rows.tolist():
+            self._will_write(row, row + 1)
             self._items[row] = None
-            self._versions.wrote(row, row + 1)
+
+    def _will_write(self, start: int, stop: int) -> None:
+        self._versions.wrote(start, stop)
+        for reference in self._frozen:
+            if (frozen := reference()) is not None:
+                frozen.before_write(start, stop)
 
     def gather(self, indices: torch.Tensor) -> list[Any]:
         """The items themselves, in a list."""
@@ -129,7 +147,7 @@ class ListStorage(Storage):
         return 8 * count
 
     def state_dict(self) -> dict[str, Any]:
-        """``chunks`` hold items from row 0 on: their structure as JSON in ``structure``, and their tensors."""
+        """``chunks`` hold items from row 0 on, in columns (see ``asyncbuf._plain.columns``)."""
         frozen = self.freeze()
         return {"meta": frozen.meta, "chunks": list(tensors_of(frozen))}
 
@@ -138,26 +156,47 @@ class ListStorage(Storage):
         self.load_rows(state["meta"], iter(state["chunks"]))()
 
     def freeze(self) -> Frozen:
-        """Keeps references to the items as they are; an item must not be changed once it was handed in."""
-        return _FrozenItems(list(self._items), self._versions.freeze(len(self._items)))
+        """Takes no time: references are kept as they are from now on, some at a time, when rows are written again.
+
+        An item must not be changed once it was handed in.
+        """
+        if not self._is_old and len(self._items) >= _MANY and gc.isenabled():
+            count_as_old()  # a collection that looks at each element of a new list takes tens of milliseconds
+            self._is_old = True
+        frozen = FrozenItems(self._items, self._versions.freeze())
+        self._frozen.append(weakref.ref(frozen, self._frozen.remove))
+        return frozen
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build the items beside the live ones."""
-        if not isinstance(meta, dict) or type(meta.get("items")) is not int:
-            raise CheckpointCorruptError(f"storage: expected a number of items, found {meta!r}")
+        if not isinstance(meta, dict) or meta.keys() != {"items"}:
+            raise CheckpointCorruptError(f"storage: expected a number of items, found {summary(meta)}")
+        natural(meta["items"], "storage: expected the number of items")
         if meta["items"] > self.capacity:
             raise CheckpointMismatchError(f"storage: expected at most {self.capacity} items, found {meta['items']}")
         items: list[Any] = []
-        for chunk in chunks:
-            items += _items_of(chunk)
+        sizes = []
+        with collections_paused(keeps_objects=True):
+            for chunk in chunks:
+                before = len(items)
+                items += from_columns(chunk, "storage: a chunk of items") if DOCUMENT in chunk else _items_of(chunk)
+                sizes.append(len(items) - before)
         if len(items) != meta["items"]:
             raise CheckpointCorruptError(f"storage: expected {meta['items']} items, found {len(items)}")
 
-        def commit() -> None:
-            self._items = items
-            self._versions.renew()
+        return lambda: self._replace(items, sizes)
 
-        return commit
+    def loaded_chunks(self, identities: Sequence[str | None]) -> None:
+        """Give chunks that were loaded, and not written since, the identities that they had."""
+        if len(self._sizes) == len(identities):
+            self._versions.loaded(self._sizes, identities)
+
+    def _replace(self, items: list[Any], sizes: Sequence[int] = ()) -> None:
+        self._items = items  # what was frozen keeps the list before
+        self._sizes = sizes  # of the chunks that they came in
+        self._frozen = []
+        self._is_old = False
+        self._versions.renew()
 
     def rows_in(self, meta: Any) -> int | None:
         """How many items a description speaks of."""
@@ -165,41 +204,21 @@ class ListStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the items in about their own bytes, without the history of their tensors."""
-        return {**vars(self), "_items": packed_memory(self._items)}
+        return {**vars(self), "_items": packed_memory(self._items), "_frozen": [], "_is_old": False}
 
     def __copy__(self) -> ListStorage:
         """Another storage of the same items."""
         copy = object.__new__(type(self))
-        vars(copy).update(vars(self), _items=list(self._items), _versions=ChunkVersions(_CHUNK_ITEMS))
+        vars(copy).update(vars(self), _items=list(self._items), _versions=new_versions(), _frozen=[], _is_old=False)
         return copy
 
     def clear(self) -> None:
         """Forget every item."""
-        self._items.clear()
-        self._versions.renew()
-
-
-class _FrozenItems:
-    """References to the items that were there."""
-
-    def __init__(self, items: list[Any], identities: list[str]) -> None:
-        self._items = items
-        self._identities = identities
-        self.meta = {"items": len(items)}
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Items, a thousand at a time."""
-        for number, identity in enumerate(self._identities):
-            yield Chunk(identity, functools.partial(self._tensors, number * _CHUNK_ITEMS))
-
-    def _tensors(self, start: int) -> dict[str, torch.Tensor]:
-        part = self._items[start : start + _CHUNK_ITEMS]
-        document, tensors = split([encode(item, f"item {start + i}") for i, item in enumerate(part)])
-        text = json.dumps(document, allow_nan=False).encode()
-        return {_STRUCTURE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
+        self._replace([])
 
 
 def _items_of(chunk: dict[str, torch.Tensor]) -> list[Any]:
+    """The items of a chunk of an older version, which are encoded one by one."""
     tensors = dict(chunk)
     text = tensors.pop(_STRUCTURE, None)
     try:
@@ -207,7 +226,9 @@ def _items_of(chunk: dict[str, torch.Tensor]) -> list[Any]:
             raise ValueError("no structure")
         # In memory of their own: the chunk may be part of a state dict that somebody keeps.
         plain = join(json.loads(text.numpy().tobytes()), {name: tensor.clone() for name, tensor in tensors.items()})
+        if type(plain) is not list:
+            raise ValueError(f"a {type(plain).__name__} and no list")
         items = [decode(item, "item") for item in plain]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"storage: expected a chunk of items, found {error!r}") from error
     return items

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from asyncbuf._plain import tree
+from asyncbuf._runtime.arguments import flag
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
+from asyncbuf.rows import ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
 from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
@@ -46,13 +48,15 @@ class TensorStorage(Storage):
             time, but whatever saves, pickles or keeps one tensor then saves, pickles or keeps the whole block.
 
     Raises:
-        TypeError: the capacity is not an int.
+        TypeError: the capacity is not an int, or ``contiguous`` no bool.
         ValueError: the capacity is not positive.
     """
 
+    trusted: ClassVar[bool] = True
+
     def __init__(self, capacity: int, *, contiguous: bool = True) -> None:
         super().__init__(capacity)
-        self._contiguous = contiguous
+        self._contiguous = flag(contiguous, "contiguous")
         self._expected = 0
         self._rows: RowMemory | None = None
         self._filled = 0
@@ -107,6 +111,9 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
+        if type(runs) is ScatteredRows:
+            self._write_scattered(rows, arrays, runs)
+            return
         noted, noted_end = rows.versions.noted
         for run in runs:
             start, end = run.row, run.row + run.count
@@ -118,6 +125,13 @@ class TensorStorage(Storage):
                 column[start:end] = array if whole else array[run.item : run.item + run.count]
             if end > self._filled:
                 self._filled = end
+
+    def _write_scattered(self, rows: RowMemory, arrays: Sequence[np.ndarray[Any, Any]], runs: ScatteredRows) -> None:
+        where = runs.rows
+        rows.versions.wrote_rows(where)
+        for column, array in zip(rows.columns, arrays, strict=True):
+            column[where] = array[runs.item : runs.item + len(where)]
+        self._filled = max(self._filled, int(where[-1]) + 1)
 
     def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Leaves of prepared items: arrays ``[items, *item]`` by path, perhaps over the memory that was handed in."""
@@ -189,10 +203,16 @@ class TensorStorage(Storage):
         rows = self._new_rows(spec, fields)
         filled = 0
         for chunk in chunks:
-            filled += fill(rows, chunk, filled, count)
+            rows.loaded.append(fill(rows, chunk, filled, count))
+            filled += rows.loaded[-1]
         if filled != count:
             raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
         return lambda: self._replace(rows, count)
+
+    def loaded_chunks(self, identities: Sequence[str | None]) -> None:
+        """Give chunks that were loaded, and not written since, the identities that they had."""
+        if self._rows is not None and len(self._rows.loaded) == len(identities):
+            self._rows.versions.loaded(self._rows.loaded, identities)
 
     def rows_in(self, meta: Any) -> int | None:
         """How many rows a description speaks of."""

@@ -14,13 +14,30 @@ import torch
 
 from asyncbuf._plain import tree
 from asyncbuf._plain.codec import decode, encode, join, split
+from asyncbuf._runtime.arguments import count, factory, seconds
 from asyncbuf.rows import NotYet
 from asyncbuf.testing.compare import difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from asyncbuf._table.table import Table
     from asyncbuf.rows import Answer
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Check what a suite was called with: functions that make something, numbers of things, and seconds.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind, or out of range.
+    """
+    for name, value in arguments.items():
+        if name.startswith("make") or name in ("factory", "items"):
+            factory(value, name)
+        elif name == "seconds":
+            seconds(value, name, is_positive=True)
+        else:
+            count(value, name, 0 if name in ("steps", "hops") else 1)
 
 
 class Contract:
@@ -61,6 +78,22 @@ class Contract:
             raise
         except Exception as error:
             raise self.broken(rule, "no error", repr(error)) from error
+
+    def resume(self, table: Table, rows: tuple[Any, Any], parts: dict[str, Any], capacity: int) -> None:
+        """Put a new table where another one was saved.
+
+        Args:
+            table: the table, with a part of its own.
+            rows: what the storage gave out: its description, and the chunks.
+            parts: the state of each part by name, as plain data.
+            capacity: number of rows.
+        """
+        meta, chunks = rows
+        table.storage.load_rows(meta, iter(chunks))()
+        with self.allowed("load_state_dict and verify take what state_dict gave out"):
+            for name, part in table.components():
+                part.load_state_dict(revived(parts[name]))
+            table.verify(capacity)
 
     @contextlib.contextmanager
     def kept(self, rule: str) -> Iterator[None]:

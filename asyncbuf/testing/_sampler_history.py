@@ -409,12 +409,7 @@ class History:
     ) -> Self:
         """A history that goes on where another one was saved, with a sampler of its own."""
         history = cls(setting, contract, disturbance)
-        meta, chunks = saved["rows"]
-        history._table.storage.load_rows(meta, iter(chunks))()
-        with contract.allowed("load_state_dict and verify take what state_dict gave out"):
-            for name, part in history._table.components():
-                part.load_state_dict(revived(saved["parts"][name]))
-            history._table.verify(setting.capacity)
+        contract.resume(history._table, saved["rows"], saved["parts"], setting.capacity)
         history._generator.set_state(saved["generator"])
         history._open = [
             _Open(_draw_of(revived(content)), content, write_count) for _, content, write_count in saved["open"]

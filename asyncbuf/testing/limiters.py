@@ -14,7 +14,7 @@ from asyncbuf.limiter import Limiter
 from asyncbuf.rows import Counters
 from asyncbuf.sampler import RandomSampler
 from asyncbuf.storage import TensorStorage
-from asyncbuf.testing._contract import Contract, check_malformed, revived
+from asyncbuf.testing._contract import Contract, check_arguments, check_malformed, revived
 from asyncbuf.testing.samplers import numbered_items
 
 if TYPE_CHECKING:
@@ -58,8 +58,17 @@ async def check_limiter(
 
     Raises:
         AssertionError: a rule is broken. The message names it, the step, what was expected and what was found.
+        TypeError, ValueError: an argument is of another kind, or out of range.
         ValueError: the limiter itself says that there is never a batch in so many rows.
     """
+    check_arguments(
+        make_limiter=make_limiter,
+        make_sampler=make_sampler,
+        capacity=capacity,
+        batch_size=batch_size,
+        steps=steps,
+        seconds=seconds,
+    )
     limiter = make_limiter()
     limiter.check(capacity)
     contract = Contract(type(limiter).__name__)

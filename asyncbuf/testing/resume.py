@@ -21,6 +21,7 @@ import torch
 from asyncbuf._plain import tree
 from asyncbuf.batch import Batch
 from asyncbuf.protocols import Replay, Snapshotable
+from asyncbuf.testing._contract import check_arguments
 from asyncbuf.testing.compare import assert_same_batch, difference
 
 if TYPE_CHECKING:
@@ -95,9 +96,10 @@ async def assert_exact_resume(
 
     Raises:
         AssertionError: a stream differs, says way, point, step, and what differs; or two runs of the factory do.
-        TypeError: ``feed`` is no coroutine function.
-        ValueError: there is no such way or point.
+        TypeError, ValueError: an argument is of another kind; ``feed`` is no coroutine function; or there is
+            no such way or point.
     """
+    check_arguments(factory=factory, steps=steps, hops=hops, seconds=seconds)
     points = range(steps + 1) if at == "every" else list(at)
     if unknown := [*(set(ways) - set(WAYS)), *(set(points) - set(range(steps + 1)))]:
         raise ValueError(f"expected ways of {WAYS} and points from 0 to {steps}, found {unknown}")

@@ -11,7 +11,8 @@ from asyncbuf._plain.codec import encode
 from asyncbuf.buffer import ReplayBuffer
 from asyncbuf.errors import BufferClosedError
 from asyncbuf.storage import TensorStorage
-from asyncbuf.testing._contract import Contract, check_malformed, is_picklable
+from asyncbuf.testing._contract import Contract, check_arguments, check_malformed, is_picklable
+from asyncbuf.testing._leases import check_leases
 from asyncbuf.testing._sampler_history import Disturbance, History, Setting
 from asyncbuf.testing.compare import assert_same_batch
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
@@ -81,8 +82,18 @@ async def check_sampler(
 
     Raises:
         AssertionError: a rule is broken. The message names it, the step, what was expected and what was found.
+        TypeError, ValueError: an argument is of another kind, or out of range.
         ValueError: the sampler itself says that there is no such batch in so many rows.
     """
+    check_arguments(
+        make_sampler=make_sampler,
+        items=items,
+        make_storage=make_storage,
+        capacity=capacity,
+        batch_size=batch_size,
+        steps=steps,
+        seconds=seconds,
+    )
     sampler = make_sampler()
     sampler.check(capacity, batch_size)
     contract = Contract(type(sampler).__name__)
@@ -91,6 +102,7 @@ async def check_sampler(
     for seed in seeds:
         setting = Setting(make_sampler, items, make_storage, capacity, sizes, steps, seed)
         draws += _check_history(setting, contract)
+    check_leases(Setting(make_sampler, items, make_storage, capacity, [batch_size], steps, 0), contract)
     contract.where = "in all histories together"
     contract.require(draws > 0, "may_draw is true at some time", "a draw", "none")
     await _check_buffers(_Buffers(make_sampler, items, make_storage, capacity, batch_size, seconds), contract)

@@ -12,7 +12,7 @@ import torch
 
 from asyncbuf.errors import SchemaError
 from asyncbuf.storage import Runs
-from asyncbuf.testing._contract import Contract, check_malformed, is_picklable, revived, scramble
+from asyncbuf.testing._contract import Contract, check_arguments, check_malformed, is_picklable, revived, scramble
 from asyncbuf.testing._storage_history import Shelf, StorageHistory, stacked
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ async def check_storage(
 
     Raises:
         AssertionError: a rule is broken. The message names it, the step, what was expected and what was found.
+        TypeError, ValueError: an argument is of another kind, or out of range.
     """
+    check_arguments(make_storage=make_storage, items=items, capacity=capacity, steps=steps)
     if expected is None:
         expected = functools.partial(stacked, items)
     shelf = Shelf(make_storage, items, expected, keeps_references, capacity, {})

@@ -16,7 +16,7 @@ from asyncbuf.limiter import MinSize
 from asyncbuf.sampler import RandomSampler
 from asyncbuf.storage import TensorStorage
 from asyncbuf.storage._frozen import tensors_of
-from asyncbuf.testing._contract import Contract, check_malformed, is_picklable, revived, scramble
+from asyncbuf.testing._contract import Contract, check_arguments, check_malformed, is_picklable, scramble
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
 from asyncbuf.testing.samplers import numbered_items
 from asyncbuf.writer import Writer
@@ -60,7 +60,9 @@ async def check_writer(
 
     Raises:
         AssertionError: a rule is broken. The message names it, the step, what was expected and what was found.
+        TypeError, ValueError: an argument is of another kind, or out of range.
     """
+    check_arguments(make_writer=make_writer, capacity=capacity, steps=steps, seconds=seconds)
     contract = Contract(type(make_writer()).__name__)
     for seed in seeds:
         _check_history(_Setting(make_writer, capacity, seed), steps, contract)
@@ -225,12 +227,7 @@ class _History:
     def resumed(cls, setting: _Setting, contract: Contract, saved: dict[str, Any]) -> Self:
         """A history that goes on where another one was saved, with a writer of its own."""
         history = cls(setting, contract)
-        meta, chunks = saved["stored"]
-        history._table.storage.load_rows(meta, iter(chunks))()
-        with contract.allowed("load_state_dict and verify take what state_dict gave out"):
-            for name, part in history._table.components():
-                part.load_state_dict(revived(saved["parts"][name]))
-            history._table.verify(setting.capacity)
+        contract.resume(history._table, saved["stored"], saved["parts"], setting.capacity)
         history._rows = dict(saved["rows"])
         history._number, history._written, history._was_removed = saved["numbers"]
         return history

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import are_distinct
+from asyncbuf._plain.state import int64s
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import Int64Array, Placement, RowRange
+from asyncbuf.rows import Int64Array, Placement, RowRange, ScatteredRows, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     Live = Callable[[Int64Array, Int64Array], BoolArray]
 
 _LEAST_CHUNK, _MOST_CHUNK = 64, 1 << 16
+# Fewer rows than this to a run, on average, are written by their numbers, and not run by run.
+_FEW = 16
 
 
 class SavedRows(NamedTuple):
@@ -48,13 +51,8 @@ class SavedRows(NamedTuple):
         Raises:
             CheckpointCorruptError: it contradicts itself.
         """
-        for tensor in tensors:
-            if tensor.dtype is not torch.int64 or tensor.ndim != 1:
-                raise CheckpointCorruptError(
-                    f"{name}: expected order, numbers and free rows as int64 [n], found {tensor.dtype} "
-                    f"{list(tensor.shape)}"
-                )
-        order, numbers, free = (tensor.detach().cpu().numpy().copy() for tensor in tensors)
+        expected = f"{name}: expected order, numbers and free rows"
+        order, numbers, free = (int64s(tensor, expected).copy() for tensor in tensors)
         if len(order) != size or len(numbers) != size:
             raise CheckpointCorruptError(
                 f"{name}: expected {size} rows in order and {size} numbers, found {len(order)} and {len(numbers)}"
@@ -146,7 +144,9 @@ class FreedRows:
         oldest = self._oldest(kept - len(free) - len(unused))
         # In the order of the rows, so that neighbours are written together.
         rows = np.sort(np.concatenate([free, unused, oldest]))
-        return Placement(count, tuple(_runs(rows, count - kept)))
+        if len(rows) > _FEW and np.count_nonzero(np.diff(rows) != 1) > len(rows) // _FEW:
+            return Placement(count, ScatteredRows(rows, count - kept))
+        return Placement(count, tuple(runs_of(rows, count - kept)))
 
     def _oldest(self, count: int) -> Int64Array:
         found = self._ring.peek(count, self._holds)
@@ -176,15 +176,6 @@ class FreedRows:
         self._free_count += len(rows)
         self._state[rows] = -1 - keys
         self._free.push(rows, keys, self._is_free)
-
-
-def _runs(rows: Int64Array, item: int) -> list[RowRange]:
-    """Ascending rows, run by run; the first of them takes this item."""
-    starts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist()]
-    return [
-        RowRange(int(rows[start]), item + start, stop - start)
-        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)
-    ]
 
 
 def ring_numbers(rows: Int64Array, capacity: int, cursor: int, write_count: int) -> Int64Array:

@@ -125,6 +125,10 @@ class RoundRobinWriter(Writer):
         if not self.trusted:
             return  # a subclass may place items otherwise
         name = type(self).__name__
+        if self._cursor > rows.capacity:
+            raise CheckpointCorruptError(
+                f"{name}: expected a cursor of at most {rows.capacity}, the capacity, found {self._cursor}"
+            )
         if self.size != rows.size:
             raise CheckpointCorruptError(f"{name}: expected a size of {rows.size}, as in the table, found {self.size}")
         if self._saved is not None:

@@ -20,13 +20,15 @@ class Contender:
 
     Attributes:
         name: what the table calls it.
-        run: ``await run(calls)`` does the work that many times.
+        run: ``await run(calls)`` does the work that many times. It may return seconds that it has measured itself.
+        before: called before each round; takes no part in the time.
         seconds: measured time of one call, one value per round.
     """
 
     name: str
-    run: Callable[[int], Awaitable[None]]
+    run: Callable[[int], Awaitable[float | None]]
     seconds: list[float] = field(default_factory=list)
+    before: Callable[[], object] | None = None
 
     @property
     def median(self) -> float:
@@ -90,12 +92,14 @@ class Comparison:
         try:
             for number in range(self.rounds + 1):
                 for contender in self.contenders:
+                    if contender.before is not None:
+                        contender.before()
                     gc.collect()
                     start = time.perf_counter()
-                    await contender.run(self.calls)
+                    measured = await contender.run(self.calls)
                     seconds = (time.perf_counter() - start) / self.calls
                     if number:
-                        contender.seconds.append(seconds)
+                        contender.seconds.append(seconds if measured is None else measured)
         finally:
             for contender in self.contenders:
                 contender.run = _let_go  # what it measured may be large

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncbuf import ListStorage, ReplayBuffer, SamplerWithoutReplacement, TensorStorage
+from tests.benchmarks.checkpoints import checkpoints
 from tests.benchmarks.harness import Comparison, Contender, awaiting, blocking
 from tests.benchmarks.peers import floors, peers, queue, select
 from tests.benchmarks.workloads import ATARI, MUJOCO, Workload, nested, padded, tokens
@@ -222,6 +223,7 @@ async def everything(names: set[str], scale: float, rounds: int) -> AsyncIterato
         ("loop", training(ATARI, scale, rounds)),
         ("scale", scaling(scale, rounds)),
         ("import", imports(scale, rounds)),
+        ("save", checkpoints(scale, rounds)),
     ]
     for name, suite in suites:
         if name in names:
@@ -229,7 +231,7 @@ async def everything(names: set[str], scale: float, rounds: int) -> AsyncIterato
                 yield comparison
 
 
-NAMES = ("sample", "atari", "tokens", "nested", "extend", "loop", "scale", "import")
+NAMES = ("sample", "atari", "tokens", "nested", "extend", "loop", "scale", "import", "save")
 """What can be asked for."""
 DEFAULT = ("sample", "tokens", "nested", "extend", "loop")
 """What is measured unless something is asked for, in about two minutes."""

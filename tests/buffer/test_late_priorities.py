@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -190,7 +190,10 @@ class Favourite(FavourSampler):
 
 
 @pytest.mark.parametrize("writer", [RoundRobinWriter, ThinningWriter])
-async def test_late_priorities_after_a_restore(writer: type[Writer]) -> None:
+@pytest.mark.parametrize(
+    "at", [[1, 4], pytest.param("every", marks=pytest.mark.slow)], ids=["some-points", "every-point"]
+)
+async def test_late_priorities_after_a_restore(writer: type[Writer], at: list[int] | Literal["every"]) -> None:
     """What is late is late in the resumed run as well: batches in line know when they were drawn."""
 
     async def factory() -> ReplayBuffer:
@@ -205,7 +208,7 @@ async def test_late_priorities_after_a_restore(writer: type[Writer]) -> None:
         await buffer.extend(rows(20))
         return buffer
 
-    await assert_exact_resume(factory, steps=6, feed=feed)
+    await assert_exact_resume(factory, steps=6, at=at, feed=feed)
 
 
 async def test_rows_without_an_item_are_left_out_whoever_names_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -361,13 +361,18 @@ async def feed(buffer: ReplayBuffer, step: int, batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("sampler", "prefetch"), [("random", 3), ("passes", 0), ("passes", 3), ("whole passes", 3), ("in order", 0)]
 )
-async def test_what_was_removed_stays_removed_after_a_restore(sampler: str, prefetch: int) -> None:
+@pytest.mark.parametrize(
+    "at", [[1, 4], pytest.param("every", marks=pytest.mark.slow)], ids=["some-points", "every-point"]
+)
+async def test_what_was_removed_stays_removed_after_a_restore(
+    sampler: str, prefetch: int, at: list[int] | Literal["every"]
+) -> None:
     async def factory() -> ReplayBuffer:
         buffer = made(16, sampler=SAMPLERS[sampler](), prefetch=prefetch, batch_size=3)
         await buffer.extend(rows(14))
         return buffer
 
-    await assert_exact_resume(factory, steps=6, feed=feed)
+    await assert_exact_resume(factory, steps=6, at=at, feed=feed)
 
 
 async def test_removals_among_writers_and_readers() -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncbuf import SamplerWithoutReplacement
 from tests.buffer.helpers import make
-from tests.helpers import Crew, rows, seeded, turns, within
-
-if TYPE_CHECKING:
-    from types import FrameType
+from tests.helpers import Crew, Lines, rows, seeded, turns, within
 
 
 @pytest.mark.parametrize(
@@ -80,21 +76,10 @@ async def test_many_other_sizes_do_not_slow_the_buffer_down() -> None:
 
     async def steps() -> int:
         """Lines of Python that the event loop runs for a hundred batches."""
-        count = 0
-
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal count
-            count += event == "line"
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        with Lines() as lines:
             for _ in range(100):
                 await buffer.sample()
-        finally:
-            sys.settrace(before)
-        return count
+        return lines.count
 
     async with buffer:
         await buffer.extend(rows(10_000))

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+MOMENTS = (0.0, 0.0001, 0.0005, 0.002)
+
+
 def moment() -> float:
-    return random.choice((0.0, 0.0001, 0.0005, 0.002))
+    return random.choice(MOMENTS)
 
 
 def later(steps: int, call: Callable[[], object]) -> None:

@@ -12,6 +12,9 @@ from asyncbuf import Batch, PrefetchError, ReplayBuffer, TensorStorage
 from tests.cancellation.helpers import later
 from tests.helpers import Crew, Stop, jitter, outcomes, rows, seeded, turns, within
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("steps", range(6))

@@ -12,6 +12,9 @@ from asyncbuf import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorSto
 from tests.cancellation.helpers import later, moment
 from tests.helpers import Crew, DiarySampler, Stop, ThreadedStorage, jitter, numbers, outcomes, rows, turns, within
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 
 async def check_cancelled_writes(calls: int, threads: bool) -> None:
     block = 5
@@ -70,9 +73,11 @@ async def check_cancelled_writes(calls: int, threads: bool) -> None:
             found += numbers(batch)
     assert len(found) == len(set(found)) == len(buffer)
     # Besides those that returned: the first block and the last. A thread that was copying when its call was cancelled
-    # has written more.
+    # has written more; whether there was one is for chance to say, and below there is one for sure.
     written = block * (len(returned) + 2)
-    assert len(buffer) > written if threads else len(buffer) == written
+    assert written <= len(buffer) <= block * (asked + 2)
+    if not threads:
+        assert len(buffer) == written
     for start, where in returned.items():
         assert [found[row] for row in where] == list(range(start, start + block))
 

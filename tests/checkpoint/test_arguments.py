@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncbuf import CheckpointError
-from asyncbuf._disk.directory import is_checkpoint
+from asyncbuf._disk.manifest import is_checkpoint
 from asyncbuf.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.helpers import make_buffer
 from tests.helpers import within

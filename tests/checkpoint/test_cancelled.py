@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 from tests.checkpoint.helpers import Run, Untouched, saved_twice
 from tests.helpers import Stop, check_same, dismiss, turns, within
 

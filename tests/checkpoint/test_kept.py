@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asyncbuf._disk.directory import CheckpointWriter
+from asyncbuf._disk import files
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf.checkpoint.checkpointer import Checkpointer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 async def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -68,15 +71,15 @@ async def test_one_that_cannot_be_removed_is_no_failure(
 ) -> None:
     checkpointer = Checkpointer(tmp_path, keep=1)
     await checkpointer.save(1, n=1)
-    rename = Path.rename
+    rename = files.rename
 
-    def refuse(self: Path, target: Path) -> Path:
-        if self.name == "step-000001":
+    def refuse(source: Path, target: Path) -> None:
+        if source.name == "step-000001":
             raise PermissionError("no")
-        return rename(self, target)
+        rename(source, target)
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "asyncbuf"):
-        patch.setattr(Path, "rename", refuse)
+        patch.setattr(files, "rename", refuse)
         await checkpointer.save(2, n=2)
     assert "step-000001 could not be removed" in caplog.text
     assert (await checkpointer.restore()).values == {"n": 2}
@@ -84,7 +87,7 @@ async def test_one_that_cannot_be_removed_is_no_failure(
     assert checkpointer.steps() == [3]
 
 
-async def test_leftovers_are_swept_by_the_first_save_only(tmp_path: Path) -> None:
+async def test_leftovers_are_swept_by_every_save_of_a_new_step(tmp_path: Path) -> None:
     stale = tmp_path / f".step-000001.tmp-{'0f' * 8}"
     stale.mkdir()
     checkpointer = Checkpointer(tmp_path)
@@ -93,8 +96,10 @@ async def test_leftovers_are_swept_by_the_first_save_only(tmp_path: Path) -> Non
     await checkpointer.save(1, n=1)
     assert os.listdir(tmp_path) == ["step-000001"]
     stale.mkdir()
-    await checkpointer.save(2, n=2)
+    await checkpointer.save(1, n=2)
     assert stale.exists()
+    await checkpointer.save(2, n=2)
+    assert not stale.exists()
 
 
 async def test_damaged_directory_is_no_checkpoint_to_keep(tmp_path: Path) -> None:

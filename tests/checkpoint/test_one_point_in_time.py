@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from asyncbuf import ReplayBuffer, TensorStorage
-from asyncbuf._disk.directory import CheckpointWriter
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.helpers import Count, Run, items, make_buffer
-from tests.helpers import Crew, Stop, check_same, fingerprint, seeded, take, turns, within
+from tests.helpers import Crew, Stop, check_same, fingerprint, seeded, take, turns, until, within
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +48,6 @@ async def test_state_is_that_of_the_call(checkpointer: Checkpointer, monkeypatch
         check_same(await other.train(20), expected)
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("seed", range(4))
 async def test_saves_beside_writers_and_consumers_fit_together(tmp_path: Path, seed: int) -> None:
     checkpointer = Checkpointer(tmp_path, keep=None)
@@ -56,7 +56,7 @@ async def test_saves_beside_writers_and_consumers_fit_together(tmp_path: Path, s
     seen: dict[str, Any] = {"seen_left": Count(), "seen_right": Count()}
 
     async def write(buffer: ReplayBuffer) -> None:
-        for number in range(10_000):
+        for number in itertools.count():
             await buffer.extend(items(5, number))
 
     async def consume(buffer: ReplayBuffer, count: Count) -> None:
@@ -73,6 +73,9 @@ async def test_saves_beside_writers_and_consumers_fit_together(tmp_path: Path, s
         tasks += [crew.start(consume(right, seen["seen_right"]))]
         for step in range(8):
             await turns(rng.randrange(60))
+            if step == 4:  # at least once the consumers get on between two saves
+                saved = seen["seen_left"].value
+                await until(lambda saved=saved: seen["seen_left"].value > saved)  # type: ignore[misc]
             await checkpointer.save(step, left=left, right=right, **seen)
         assert not any(task.done() for task in tasks)
     numbers = []
@@ -103,6 +106,7 @@ async def test_snapshot_is_saved_as_the_buffer_it_was(checkpointer: Checkpointer
         check_same(await take(other, 10), expected)
 
 
+@pytest.mark.usefixtures("last_fifth_is_long")
 async def test_batches_that_hang_are_saved_as_tickets(checkpointer: Checkpointer) -> None:
     hang = asyncio.Event()
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from asyncbuf import CheckpointNotFoundError
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.helpers import Count, items, make_buffer
 from tests.helpers import Crew, Stop, take, turns, within

@@ -28,6 +28,7 @@ class LeaseSampler(Sampler):
         self.waiting: list[int] = []
         self.leased: list[int] = []
         self.weight = torch.zeros(CAPACITY, dtype=torch.float64)
+        self.number = torch.zeros(CAPACITY, dtype=torch.int64)  # of the item in each row
 
     def may_draw(self, rows: Rows, batch_size: int) -> Answer:
         if len(self.waiting) >= batch_size:
@@ -39,7 +40,7 @@ class LeaseSampler(Sampler):
         self.leased = self.leased + taken
         indices = torch.tensor(taken)
         noise = torch.rand(batch_size, generator=generator, dtype=torch.float64)
-        return Draw(indices, {"weight": self.weight[indices] + noise})
+        return Draw(indices, {"weight": self.weight[indices] + noise, "number": self.number[indices]})
 
     def check_write(self, event: WriteEvent) -> None:
         if bool((event.columns["value"] > 1000).any()):
@@ -49,6 +50,7 @@ class LeaseSampler(Sampler):
         self._forget(event.rows)
         self.waiting = self.waiting + event.rows.tolist()
         self.weight[event.rows] = torch.from_numpy(event.columns["value"]).to(torch.float64)
+        self.number[event.rows] = event.numbers
 
     def removed(self, indices: torch.Tensor, rows: Rows) -> None:
         self._forget(indices)
@@ -62,9 +64,10 @@ class LeaseSampler(Sampler):
         return draw.indices
 
     def dropped(self, draw: Draw) -> None:
-        back = [row for row in draw.indices.tolist() if row in self.leased]
+        same = draw.info["number"] == self.number[draw.indices]  # a row may hold another item, in another draw
+        back = [row for row in draw.indices[same].tolist() if row in self.leased]
         self.leased = [row for row in self.leased if row not in back]
-        self.waiting = back + self.waiting
+        self.waiting = sorted(back + self.waiting, key=lambda row: int(self.number[row]))
 
     def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
         self.weight[indices] = priority.to(torch.float64)
@@ -73,13 +76,17 @@ class LeaseSampler(Sampler):
         self.waiting, self.leased = [], []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"waiting": list(self.waiting), "leased": list(self.leased), "weight": self.weight.clone()}
+        return {"waiting": list(self.waiting), "leased": list(self.leased), **self._by_row()}
+
+    def _by_row(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight.clone(), "number": self.number.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         waiting, leased, weight = state["waiting"], state["leased"], state["weight"]
-        if type(waiting) is not list or type(leased) is not list or weight.shape != self.weight.shape:
-            raise ValueError("expected two lists of rows and weights")
-        self.waiting, self.leased, self.weight = waiting, leased, weight.clone()
+        number = state["number"].to(torch.int64)
+        if type(waiting) is not list or type(leased) is not list or not weight.shape == number.shape == (CAPACITY,):
+            raise ValueError("expected two lists of rows, weights and numbers")
+        self.waiting, self.leased, self.weight, self.number = waiting, leased, weight.clone(), number.clone()
 
 
 class WeightSampler(Sampler):
@@ -341,6 +348,25 @@ class FailsForUnknownRows(LeaseSampler):
             self.waiting.append(row)
 
 
+class GivesBackByRow(LeaseSampler):
+    """Gives back the row of a draw that another item has taken, and that is in another draw."""
+
+    def dropped(self, draw: Draw) -> None:
+        back = [row for row in draw.indices.tolist() if row in self.leased]
+        self.leased = [row for row in self.leased if row not in back]
+        self.waiting = sorted(back + self.waiting, key=lambda row: int(self.number[row]))
+
+
+class PutsBackInFront(LeaseSampler):
+    """Leaves the newest of several draws in front, because the oldest is dropped first."""
+
+    def dropped(self, draw: Draw) -> None:
+        same = draw.info["number"] == self.number[draw.indices]
+        back = [row for row in draw.indices[same].tolist() if row in self.leased]
+        self.leased = [row for row in self.leased if row not in back]
+        self.waiting = back + self.waiting
+
+
 class GivesBackNothing(LeaseSampler):
     def dropped(self, draw: Draw) -> None:
         pass
@@ -474,6 +500,8 @@ BROKEN: list[tuple[type[Sampler], str]] = [
     (KeepsColumns, "columns is copied"),
     (FailsWhenRowsLeave, "removed never fails"),
     (FailsForUnknownRows, "dropped never fails"),
+    (GivesBackByRow, "none that took their rows since"),
+    (PutsBackInFront, "come again in their order"),
     (GivesBackNothing, "dropped can be drawn again|a batch can be drawn"),
     (LosesRows, "a batch can be drawn"),
     (LetsOthersLeave, "handed_over returns rows of its draw"),

@@ -23,7 +23,6 @@ SOUND: dict[str, Callable[[], Limiter]] = {
 }
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize(
     ("seeds", "steps"),
@@ -50,7 +49,7 @@ async def test_a_limiter_that_relies_on_rows_leaving_passes_with_a_sampler_that_
 
 def test_what_is_waited_for_is_asked_before_anybody_is_cancelled() -> None:
     with pytest.raises(AssertionError, match=r"come to their end.*there is room for \d of \d items"):
-        asyncio.run(check_limiter(Room, seconds=0.5))
+        asyncio.run(check_limiter(Room, seconds=1.0))
 
 
 def test_a_limit_that_is_never_met_is_the_callers_error() -> None:

@@ -35,24 +35,26 @@ SOUND: dict[str, Callable[[], Sampler]] = {
     "passes-order": lambda: SamplerWithoutReplacement(shuffle=False),
     "passes-order-drop": lambda: SamplerWithoutReplacement(drop_last=True, shuffle=False),
 }
+SHORT: dict[str, Any] = {"seeds": range(3), "steps": 16}
 FEW: dict[str, Any] = {"seeds": range(3), "steps": 40}
 MANY: dict[str, Any] = {"seeds": range(24), "steps": 120}
 
 
-@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize(
-    "many", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["few", "many"]
+    "many", [SHORT, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["few", "many"]
 )
 async def test_sound_samplers_pass(many: dict[str, Any], name: str) -> None:
     await check_sampler(SOUND[name], capacity=CAPACITY, **many)
 
 
-async def test_items_and_storage_of_another_kind() -> None:
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize("many", [SHORT, pytest.param(FEW, marks=pytest.mark.slow)], ids=["short", "few"])
+async def test_items_and_storage_of_another_kind(many: dict[str, Any]) -> None:
     def items(count: int, start: int) -> list[dict[str, float]]:
         return [{"value": float(number % 5)} for number in range(start, start + count)]
 
-    await check_sampler(LeaseSampler, items=items, make_storage=ListStorage, capacity=CAPACITY, **FEW)
+    await check_sampler(LeaseSampler, items=items, make_storage=ListStorage, capacity=CAPACITY, **many)
 
 
 @pytest.mark.parametrize(("kind", "rule"), BROKEN, ids=[kind.__name__ for kind, _ in BROKEN])

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncbuf._disk.directory import MANIFEST, CheckpointReader, CheckpointWriter, is_checkpoint
+from asyncbuf._disk.manifest import MANIFEST, is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +63,7 @@ def files_of(path: Path) -> list[Path]:
 
 def rendered(body: Any, **others: Any) -> bytes:
     digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
-    document = {"body": body, "format": "asyncbuf.checkpoint", "sha256": digest, "version": 1} | others
+    document = {"body": body, "format": "asyncbuf.checkpoint", "sha256": digest, "version": 2} | others
     return (json.dumps(document, indent=1) + "\n").encode()
 
 

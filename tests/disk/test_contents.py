@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from asyncbuf import CheckpointCorruptError, CheckpointError
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, is_checkpoint
+from asyncbuf._disk.manifest import is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._plain.codec import DTYPES
 from tests.disk.helpers import FILES, data_of, load, save
 

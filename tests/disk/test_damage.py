@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from asyncbuf import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from asyncbuf._disk.directory import MANIFEST, CheckpointReader, CheckpointWriter, is_checkpoint
+from asyncbuf._disk.manifest import MANIFEST, is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 from tests.disk.helpers import FILES, data_of, files_of, load, save
 
 if TYPE_CHECKING:

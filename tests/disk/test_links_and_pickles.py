@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import sys
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from blake3 import blake3
 
 from asyncbuf import CheckpointCorruptError
-from asyncbuf._disk.directory import MANIFEST
+from asyncbuf._disk.manifest import MANIFEST
 from tests.disk.helpers import FILES, data_of, files_of, forge, load
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_pickle_in_place_of_tensors_is_refused(path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(path.parent)
     content = pickle.dumps(Bomb())
     (data_of(path) / FILES[0]).write_bytes(content)
-    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    entry = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
     forge(path, lambda body: body["files"].update({FILES[0]: entry}))
     with pytest.raises(CheckpointCorruptError, match="expected tensors"):
         load(path)
@@ -105,7 +105,7 @@ def test_pickle_in_place_of_tensors_is_refused(path: Path, monkeypatch: pytest.M
 def test_tensors_that_are_none_are_refused(path: Path, header: bytes) -> None:
     content = len(header).to_bytes(8, "little") + header + b"\0" * 4
     (data_of(path) / FILES[0]).write_bytes(content)
-    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    entry = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
     forge(path, lambda body: body["files"].update({FILES[0]: entry}))
     with pytest.raises(CheckpointCorruptError, match="expected tensors"):
         load(path)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asyncbuf import CheckpointCorruptError, CheckpointVersionError
-from asyncbuf._disk.directory import MANIFEST, MANIFEST_BYTES, CheckpointReader
+from asyncbuf._disk.manifest import MANIFEST, MANIFEST_BYTES
+from asyncbuf._disk.reader import CheckpointReader
 from tests.disk.helpers import FILES, data_of, forge, load
 
 if TYPE_CHECKING:
@@ -59,10 +60,10 @@ def test_duplicate_keys_are_refused(path: Path) -> None:
         CheckpointReader(path)
 
 
-@pytest.mark.parametrize("version", [2, 99, 0, -1, None, "1", 1.0, True, [1]], ids=repr)
+@pytest.mark.parametrize("version", [3, 99, 0, -1, None, "1", 1.0, True, [1]], ids=repr)
 def test_unknown_version_is_named(path: Path, version: Any) -> None:
     forge(path, lambda body: None, version=version)
-    with pytest.raises(CheckpointVersionError, match="from 1 to 1, found") as caught:
+    with pytest.raises(CheckpointVersionError, match="from 1 to 2, found") as caught:
         CheckpointReader(path)
     assert repr(version) in str(caught.value)
 
@@ -124,8 +125,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no size": lambda body: body["files"][FILES[0]].pop("bytes"),
     "negative size": lambda body: body["files"][FILES[0]].update(bytes=-1),
     "size as a bool": lambda body: body["files"][FILES[0]].update(bytes=True),
-    "no digest": lambda body: body["files"][FILES[0]].pop("sha256"),
-    "digest as a number": lambda body: body["files"][FILES[0]].update(sha256=1),
+    "no digest": lambda body: body["files"][FILES[0]].pop("blake3"),
+    "two digests": lambda body: body["files"][FILES[0]].update(sha256="0" * 64),
+    "digest as a number": lambda body: body["files"][FILES[0]].update(blake3=1),
     "unknown dtype": lambda body: body["files"][FILES[0]].update(dtypes={"x": "os.system"}),
     "dtypes as a list": lambda body: body["files"][FILES[0]].update(dtypes=["x"]),
     "no entry": lambda body: body["files"].update({FILES[0]: None}),

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from asyncbuf import CheckpointError
-from asyncbuf._disk.directory import MANIFEST, CheckpointReader, CheckpointWriter, StoppedError, is_checkpoint, sweep
+from asyncbuf._disk.housekeeping import sweep
+from asyncbuf._disk.manifest import MANIFEST, is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.stop import StoppedError
+from asyncbuf._disk.writer import CheckpointWriter
 from tests.disk.helpers import FILES, contents, leftovers, load, save
 
 if TYPE_CHECKING:
@@ -111,14 +115,21 @@ def test_name_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_sweep_takes_what_interrupted_saves_left_and_nothing_else(tmp_path: Path, path: Path) -> None:
-    stale = tmp_path / f".step-000002.tmp-{'0f' * 8}"
-    (stale / "data-x").mkdir(parents=True)
+    empty, stale = (tmp_path / f".step-000002.tmp-{digit * 8}" for digit in ("0f", "1f"))
+    empty.mkdir()
+    (stale / f"data-{'1f' * 8}" / "storage").mkdir(parents=True)
+    (stale / f"draft-{'1f' * 8}").write_text('{"format": "asyncbuf.checkpoint"}')
+    unknown = tmp_path / f".step-000002.tmp-{'2f' * 8}"
+    (unknown / "thesis").mkdir(parents=True)
     others = [".git", ".x.tmp-123", f"x.tmp-{'0f' * 8}", f".x.tmp-{'0F' * 8}"]
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / f".file.tmp-{'0f' * 8}").write_text("")
     (tmp_path / f".link.tmp-{'0f' * 8}").symlink_to(path)
     sweep(tmp_path)
+    assert not empty.exists()
     assert not stale.exists()
-    assert {*others, f".file.tmp-{'0f' * 8}", f".link.tmp-{'0f' * 8}", path.name} == set(os.listdir(tmp_path))
+    assert {*others, unknown.name, f".file.tmp-{'0f' * 8}", f".link.tmp-{'0f' * 8}", path.name} == set(
+        os.listdir(tmp_path)
+    )
     assert load(path) == 1

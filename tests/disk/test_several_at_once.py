@@ -6,17 +6,20 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from asyncbuf._disk import directory
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter, is_checkpoint, remove, sweep
+from asyncbuf._disk import files, housekeeping
+from asyncbuf._disk.housekeeping import remove, sweep
+from asyncbuf._disk.manifest import is_checkpoint
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 from tests.disk.helpers import FILES, ROOT, contents, leftovers, load, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def test_sweep_leaves_alone_what_is_being_saved(tmp_path: Path) -> None:
@@ -99,13 +102,13 @@ def test_threads_that_save_and_load_at_once(tmp_path: Path) -> None:
 AT_ONCE = """
 import os, sys, traceback
 from pathlib import Path
-from asyncbuf._disk.directory import sweep
+from asyncbuf._disk.housekeeping import sweep
 from tests.disk.helpers import load, save
 
-path = Path(sys.argv[1])
+path, times = Path(sys.argv[1]), int(sys.argv[2])
 
 def work(number):
-    for _ in range(100):
+    for _ in range(times):
         save(path, number)
         sweep(path.parent)
         load(path)
@@ -130,11 +133,11 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.timeout(170)  # a process that imports torch
-def test_processes_that_save_and_load_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_processes_that_save_and_load_at_once(tmp_path: Path, times: int) -> None:
     path = tmp_path / "run"
-    process = subprocess.run(
-        [sys.executable, "-c", AT_ONCE, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
-    )
+    command = [sys.executable, "-c", AT_ONCE, str(path), str(times)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert process.stdout.split() == ["0", "0", "0"], process.stderr
     assert load(path) in range(3)
     save(path, 7)
@@ -148,7 +151,7 @@ def test_a_checkpoint_that_is_removed_while_a_save_begins_leaves_no_half(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed: list[bool] = []
-    look = directory.is_checkpoint
+    look = is_checkpoint
 
     def looked(there: Path) -> bool:
         found = look(there)
@@ -156,7 +159,7 @@ def test_a_checkpoint_that_is_removed_while_a_save_begins_leaves_no_half(
             removed.append(remove(there))  # between the look and the lock
         return found
 
-    monkeypatch.setattr(directory, "is_checkpoint", looked)
+    monkeypatch.setattr(housekeeping, "is_checkpoint", looked)
     save(path, 2)
     assert removed == [True]
     assert load(path) == 2
@@ -179,15 +182,15 @@ def test_a_save_to_a_place_where_another_came_first_and_was_removed(
 ) -> None:
     path = tmp_path / "step-000001"
     moves: list[Path] = []
-    rename = Path.rename
+    rename = files.rename
 
-    def renamed(source: Path, target: Path) -> Path:
+    def renamed(source: Path, target: Path) -> None:
         if target == path and not moves:
             moves.append(source)
             monkeypatch.undo()
             save(path, 7)  # another one is there now, so that the rename fails
-            monkeypatch.setattr(directory, "is_checkpoint", looked)
-        return rename(source, target)
+            monkeypatch.setattr(housekeeping, "is_checkpoint", looked)
+        rename(source, target)
 
     def looked(there: Path) -> bool:
         if len(moves) == 1:
@@ -195,7 +198,7 @@ def test_a_save_to_a_place_where_another_came_first_and_was_removed(
             assert remove(there)
         return is_checkpoint(there)
 
-    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(files, "rename", renamed)
     save(path, 2)
     assert len(moves) == 2
     assert load(path) == 2

@@ -12,6 +12,9 @@ from asyncbuf import BufferClosedError, PrefetchError
 from tests.failure.helpers import in_order
 from tests.helpers import SECONDS, Crew, Stop, ThreadedStorage, outcomes, rows, turns, until, within
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_hanging_transform_stops_neither_writers_nor_other_batches(kind: str) -> None:

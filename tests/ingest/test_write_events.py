@@ -319,3 +319,23 @@ async def test_a_large_write_that_fails_leaves_no_thread() -> None:
     with pytest.raises(MemoryError):
         await buffer.extend(rows(3))
     assert len(buffer) == 0  # the thread is looked for by the fixture that watches all tests
+
+
+async def test_a_sampler_that_says_it_is_trusted_is_told_all_the_same() -> None:
+    class Trusting(RandomSampler):
+        trusted = True
+
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def check_write(self, event: WriteEvent) -> None:
+            self.told.append(f"check {event.numbers.tolist()}")
+
+        def wrote(self, event: WriteEvent) -> None:
+            self.told.append(f"wrote {event.numbers.tolist()}")
+
+    sampler = Trusting()
+    buffer = ReplayBuffer(TensorStorage(10), sampler=sampler)
+    await buffer.extend(rows(2))
+    await buffer.extend(rows(1))
+    assert sampler.told == ["check [0, 1]", "wrote [0, 1]", "check [2]", "wrote [2]"]

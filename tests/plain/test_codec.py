@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from asyncbuf import register_codec
-from asyncbuf._disk.directory import CheckpointReader, CheckpointWriter
+from asyncbuf._disk.reader import CheckpointReader
+from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._plain.codec import decode, encode, join, split
 from tests.plain.codec_helpers import ARRAYS, ATOMS, CONTAINERS, SCALARS, TENSORS, Pair, Point, check, through_json
 

@@ -244,7 +244,7 @@ def test_unflatten_wants_as_many_leaves_as_there_are() -> None:
 
 def test_unflatten_makes_fresh_containers() -> None:
     value = {"a": [1], "b": 2}
-    copied = tree.copy_containers(value)
+    copied = tree.map_leaves(lambda leaf: leaf, value)
     copied["a"].append(3)
     copied["c"] = 4
     assert value == {"a": [1], "b": 2}

@@ -418,6 +418,7 @@ async def test_what_a_thread_returned_as_awaitable_is_not_awaited_after_a_cancel
     assert kept == []
 
 
+@pytest.mark.usefixtures("last_fifth_is_long")
 async def test_a_bare_ticket_is_saved_as_gathered_while_a_transform_is_at_work() -> None:
     at_work, may_go = Latch(), Latch()
 
@@ -435,7 +436,7 @@ async def test_a_bare_ticket_is_saved_as_gathered_while_a_transform_is_at_work()
     async with Crew() as crew, source:
         batch = crew.start(source.sample())
         await at_work.reached()
-        snapshot = await source.snapshot(timeout=0.5)
+        snapshot = await source.snapshot(timeout=0.1)
         may_go.set()
         found = await within(batch)
     async with target:

@@ -25,6 +25,9 @@ from tests.helpers import turns, within
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
+
 variable = contextvars.ContextVar("variable", default="unset")
 
 

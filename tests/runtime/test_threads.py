@@ -14,10 +14,14 @@ import anyio
 import pytest
 
 from asyncbuf._runtime.threads import COPIERS, PART_BYTES, Threads, finish
+from tests.helpers import SECONDS, within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from concurrent.futures import Future
+
+# How threads and cancellations meet is a matter of the event loop.
+pytestmark = pytest.mark.every_loop
 
 
 class Result:
@@ -34,7 +38,7 @@ class Work:
 
     def __call__(self) -> Result:
         self.begun.set()
-        assert self.may_end.wait(5)
+        assert self.may_end.wait(SECONDS)
         self.ended = True
         return Result()
 
@@ -292,10 +296,10 @@ async def test_as_many_threads_as_workers(workers: int, pool: str) -> None:
     threads = Threads(workers)
     works = [Work() for _ in range(workers + 1)]
     futures = [getattr(threads, pool)(work) for work in works]
-    assert all(work.begun.wait(5) for work in works[:workers])
+    assert all(work.begun.wait(SECONDS) for work in works[:workers])
     assert not works[-1].begun.is_set()
     works[0].may_end.set()
-    assert works[-1].begun.wait(5)
+    assert works[-1].begun.wait(SECONDS)
     for work in works:
         work.may_end.set()
     for future in futures:
@@ -355,7 +359,7 @@ async def test_closed_threads_can_be_used_again() -> None:
 async def test_abandon_does_not_wait_and_lets_nothing_new_begin() -> None:
     threads, work = Threads(1), Work()
     running, queued = threads.transform(work), threads.transform(Result)
-    assert work.begun.wait(5)
+    assert work.begun.wait(SECONDS)
     threads.abandon()
     assert not running.done()
     assert queued.cancelled()
@@ -404,12 +408,12 @@ async def test_an_error_of_one_copy_is_told_when_all_have_ended(threads: Threads
 
     functions: list[Callable[[], Result]] = [fails, work]
     whole = threads.copy_together(functions)
-    assert work.begun.wait(5)
+    assert work.begun.wait(SECONDS)
     await settle()
     assert not whole.done()
     work.may_end.set()
     with pytest.raises(ValueError, match="one"):
-        await asyncio.wait_for(asyncio.wrap_future(whole), 5)
+        await within(asyncio.wrap_future(whole))
     assert work.ended
 
 
@@ -417,11 +421,11 @@ async def test_copies_that_never_began_end_as_cancelled(work: Work) -> None:
     threads = Threads(1)
     count = max(1, COPIERS) + 1
     whole = threads.copy_together([work] * count)
-    assert work.begun.wait(5)
+    assert work.begun.wait(SECONDS)
     threads.abandon()
     work.may_end.set()
     with pytest.raises(concurrent.futures.CancelledError):
-        whole.result(5)
+        whole.result(SECONDS)
     await threads.close()
 
 

@@ -72,7 +72,7 @@ async def test_snapshots_among_writers_are_consistent(count: int, tmp_path: Path
     async def snapshots() -> None:
         nonlocal over
         for i in range(count):
-            snapshot = await within(buffer.snapshot(timeout=10), 10)
+            snapshot = await within(buffer.snapshot(timeout=SECONDS), 2 * SECONDS)
             before = buffer.write_count
             while i % 2 and buffer.write_count < before + RING:  # noqa: ASYNC110 - until every row has been overwritten
                 await asyncio.sleep(0)

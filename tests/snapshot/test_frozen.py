@@ -10,7 +10,7 @@ import pytest
 
 from asyncbuf import AsyncBufError, PrefetchError, Snapshot
 from asyncbuf.testing import difference
-from tests.helpers import CountingTransform, Crew, turns, within
+from tests.helpers import SECONDS, CountingTransform, Crew, turns, within
 from tests.resume_helpers import check_stream, items_of, late, take
 from tests.snapshot.helpers import buffer_with, filled
 
@@ -87,6 +87,6 @@ async def test_what_cannot_be_done_within_frozen_says_so(call: str) -> None:
         }
         async with source.frozen():
             with pytest.raises(AsyncBufError, match="frozen"):
-                async with asyncio.timeout(1):
+                async with asyncio.timeout(SECONDS):
                     await calls[call]()
         await take(source, 2)

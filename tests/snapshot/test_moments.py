@@ -206,8 +206,10 @@ async def test_a_restore_deep_in_a_pass_is_no_replay(way: str, tmp_path: Path) -
 @slow
 @in_memory_and_on_disk
 async def test_a_restore_deep_in_a_pass_takes_no_longer(way: str, tmp_path: Path) -> None:
-    seconds = await seconds_to_restore_deep_in_a_pass(way, tmp_path)
-    assert seconds[1] < 3 * seconds[0] + 0.1
+    # The best of three, because other programs run on the machine too.
+    tries = [await seconds_to_restore_deep_in_a_pass(way, tmp_path) for _ in range(3)]
+    first, deep = map(min, zip(*tries, strict=True))
+    assert deep < 3 * first + 0.1
 
 
 @every_way
@@ -410,6 +412,7 @@ async def test_counts_beyond_32_bits() -> None:
     source = await filled()
     state = await source.state_dict()
     state["writer"]["write_count"] = state["prefetch"]["next"] = state["prefetch"]["delivered"] = 2**40
+    state["prefetch"]["first"] = state["limiter"]["drawn"] = state["limiter"]["drawn_items"] = 2**40
     target = buffer_with()
     await target.load_state_dict(state)
     await target.extend(items_of(3))

@@ -85,7 +85,9 @@ async def test_a_blocked_worker_holds_up_a_snapshot_until_its_tickets_are_saved_
 @slow
 @pytest.mark.usefixtures("transforms_in_threads")
 async def test_a_blocked_worker_holds_up_a_snapshot_no_longer_than_its_timeout() -> None:
-    assert 0.7 < await check_blocked_worker(1.0) < 1.5
+    seconds = [await check_blocked_worker(1.0) for _ in range(3)]
+    assert min(seconds) > 0.7
+    assert min(seconds) < 1.5  # the best of three, because other programs run on the machine too
 
 
 async def check_blocked_worker(timeout: float) -> float:

@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from asyncbuf import Draw, GatherJobs, PrefetchError, ReplayBuffer, RowRange, TensorStorage
 from asyncbuf._runtime.threads import COPIERS
+from tests.helpers import SECONDS, crossed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,9 +192,9 @@ WAYS: dict[str, Callable[[torch.Tensor], Callable[[], torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("name", ["small", "half", "flag", "large"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "name", "contiguous"), crossed(list(WAYS), ["small", "half", "flag", "large"], [False, True], one_in=2)
+)
 def test_whatever_can_be_seen_stays_as_it_is(way: str, name: str, contiguous: bool) -> None:
     storage = filled(1, contiguous=contiguous)
     for _ in range(6):
@@ -408,7 +409,7 @@ async def test_large_batches_are_gathered_by_several_threads_into_the_same_memor
 
             def watched(part: Callable[[], object]) -> None:
                 names.add(threading.current_thread().name)
-                barrier.wait(5)
+                barrier.wait(SECONDS)
                 part()
 
             barrier = threading.Barrier(len(copies))

@@ -269,6 +269,7 @@ def _sizes(queue: Any, back: Any) -> None:
     back.put({name: (tensor.untyped_storage().nbytes(), float(tensor.float().sum())) for name, tensor in data.items()})
 
 
+@pytest.mark.loops_in_turn  # it starts a process
 async def test_queue_between_processes_shares_the_bytes_of_each_field() -> None:
     context = multiprocessing.get_context("spawn")
     queue, back = torch.multiprocessing.get_context("spawn").Queue(), context.Queue()

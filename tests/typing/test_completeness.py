@@ -30,6 +30,7 @@ SHOWN = {
 }
 
 pytestmark = [
+    pytest.mark.slow,  # .ci/run runs them beside the other tests
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("pyright") is None and not os.environ.get("CI"), reason="pyright is not installed"
@@ -72,7 +73,7 @@ def test_public_modules_have_something_public(report: dict[str, Any]) -> None:
     # To a type checker, all that a module defines whose name has no underscore is public.
     names = public_names()
     defined = {symbol["name"].rpartition(".")[::2] for symbol in report["symbols"] if symbol["isExported"]}
-    modules = {module["name"] for module in report["modules"]} - {"asyncbuf.testing"}
+    modules = {module["name"] for module in report["modules"]} - {"asyncbuf.testing", "asyncbuf.__main__"}
     packages = {module for module in modules if (PACKAGE.parent / module.replace(".", "/")).is_dir()}
     with_public_names = {module for module, name in defined if name in names}
     internal = modules - packages - with_public_names

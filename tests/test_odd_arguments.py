@@ -1,0 +1,354 @@
+"""Every argument of every public call, with odd values: an error of the right kind that says what was expected."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from asyncbuf import (
+    BufferFailedError,
+    Checkpointer,
+    CheckpointError,
+    Container,
+    Freeze,
+    ListStorage,
+    MinSize,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SchemaError,
+    Snapshot,
+    TensorStorage,
+    register_codec,
+    register_container,
+    register_type,
+)
+from asyncbuf.testing import assert_exact_resume, check_limiter, check_sampler, check_storage, check_writer
+from tests.helpers import rows, seeded, within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAN = float("nan")
+# Without their types, which would refuse most of this.
+CODEC: Any = register_codec
+CONTAINER: Any = register_container
+ODD_CONTAINER: Any = Container("odd", tuple, list)  # type: ignore[arg-type]
+NO_NUMBER: list[Any] = ["x", b"x", [], {}, object(), int, torch.arange(3), ...]
+NO_FLAG: list[Any] = [*NO_NUMBER, None, 0, 1, 1.0, np.bool_(True)]
+NO_TIME: list[Any] = [*NO_NUMBER, True, -1, -0.5, NAN, -float("inf"), 1j, torch.tensor(1.0)]
+NO_COUNT: list[Any] = [*NO_NUMBER, None, True, -1, 0, 1.0, 1.5, NAN, float("inf"), np.float64(3)]
+NO_PATH: list[Any] = [None, 3, b"x", [], {}, object(), Path, 1.5]
+
+
+class Case(NamedTuple):
+    """One argument.
+
+    Attributes:
+        call: gets an open buffer, a directory and the odd value.
+        odd: what is refused.
+        name: of the argument, which the message begins with.
+    """
+
+    call: Callable[[ReplayBuffer, Path, Any], Any]
+    odd: list[Any]
+    name: str
+
+
+async def frozen(buffer: ReplayBuffer, timeout: Any) -> None:
+    async with buffer.frozen(timeout):
+        pass
+
+
+def make(**options: Any) -> ReplayBuffer:
+    return ReplayBuffer(TensorStorage(9), **options)
+
+
+async def resumed(buffer: ReplayBuffer, *, restore: str, **options: Any) -> None:
+    snapshot = await buffer.snapshot()
+    await getattr(buffer, restore)(snapshot, **options)
+
+
+async def from_state(buffer: ReplayBuffer, elastic: Any) -> None:
+    await buffer.load_state_dict(await buffer.state_dict(), elastic=elastic)
+
+
+SUITES: dict[str, Any] = {
+    "check_sampler": (check_sampler, RandomSampler),
+    "check_writer": (check_writer, RoundRobinWriter),
+    "check_limiter": (check_limiter, lambda: MinSize(1)),
+    "check_storage": (check_storage, TensorStorage),
+    "assert_exact_resume": (assert_exact_resume, make),
+}
+
+
+def suite(name: str, argument: str) -> Callable[..., Any]:
+    run, factory = SUITES[name]
+    return lambda b, p, v: run(factory, **{argument: v})
+
+
+def with_factory(name: str, buffer: ReplayBuffer, path: Path, factory: Any) -> Any:
+    return SUITES[name][0](factory)
+
+
+SUITE_ARGUMENTS = {"capacity": NO_COUNT, "batch_size": NO_COUNT, "steps": NO_NUMBER, "seconds": NO_TIME}
+# By call and argument, as the test below looks them up.
+CASES: dict[str, Case] = {
+    "ReplayBuffer.batch_size": Case(lambda b, p, v: make(batch_size=v), [*NO_COUNT[:8], 0, -1, 10**13], "batch_size"),
+    "ReplayBuffer.prefetch": Case(
+        lambda b, p, v: make(batch_size=2, prefetch=v), [*NO_NUMBER, None, -1, 10**9], "prefetch"
+    ),
+    "ReplayBuffer.workers": Case(lambda b, p, v: make(workers=v), [*NO_COUNT, 10**9], "workers"),
+    "ReplayBuffer.min_size": Case(lambda b, p, v: make(min_size=v), [*NO_NUMBER, True, 0, 10], "min_size"),
+    "ReplayBuffer.limiter": Case(lambda b, p, v: make(limiter=v), [*NO_NUMBER, 3, MinSize], "limiter"),
+    "ReplayBuffer.storage": Case(lambda b, p, v: ReplayBuffer(v), [*NO_NUMBER, None, 3, TensorStorage], "storage"),
+    "ReplayBuffer.sampler": Case(lambda b, p, v: make(sampler=v), [*NO_NUMBER, 3, RandomSampler], "sampler"),
+    "ReplayBuffer.writer": Case(lambda b, p, v: make(writer=v), [*NO_NUMBER, 3, RoundRobinWriter], "writer"),
+    "ReplayBuffer.transform": Case(
+        lambda b, p, v: make(transform=v), ["x", 3, {"x": 1}, [3], torch.ones(3)], "transform"
+    ),
+    "ReplayBuffer.collate_fn": Case(lambda b, p, v: make(collate_fn=v), ["x", 3, {}, torch.ones(3)], "collate_fn"),
+    "ReplayBuffer.device": Case(
+        lambda b, p, v: make(device=v), ["x", b"x", True, 1.5, [], torch.ones(3), "gpu"], "device"
+    ),
+    "ReplayBuffer.pin_memory": Case(lambda b, p, v: make(pin_memory=v), NO_FLAG, "pin_memory"),
+    "ReplayBuffer.generator": Case(lambda b, p, v: make(generator=v), [*NO_NUMBER, 3, True], "generator"),
+    "ReplayBuffer.aclose.timeout": Case(lambda b, p, v: b.aclose(v), NO_TIME, "timeout"),
+    "ReplayBuffer.sample.batch_size": Case(
+        lambda b, p, v: b.sample(v), [*NO_NUMBER, True, 0, -1, 1.0, NAN, np.int64(3), 10**13], "batch_size"
+    ),
+    "ReplayBuffer.extend.items": Case(lambda b, p, v: b.extend(v), [*NO_NUMBER, None, 3, NAN, [{}]], ""),
+    "ReplayBuffer.add.item": Case(lambda b, p, v: b.add(v), [*NO_NUMBER, None, 3, [], {}], ""),
+    "ReplayBuffer.remove.batch_or_indices": Case(
+        lambda b, p, v: b.remove(v),
+        ["x", b"x", {}, object(), int, None, 1.5, True, [1.5], torch.ones(3) > 0, 99, -1],
+        "",
+    ),
+    "ReplayBuffer.update_priority.batch_or_indices": Case(
+        lambda b, p, v: b.update_priority(v, 1.0), ["x", {}, object(), None, 1.5, True, [1.5], 99, -1], "indices"
+    ),
+    "ReplayBuffer.update_priority.priority": Case(
+        lambda b, p, v: b.update_priority([1, 2], v),
+        ["x", {}, None, object(), True, 1j, [1.0] * 3, [NAN]],
+        "priority",
+    ),
+    "ReplayBuffer.freeze.timeout": Case(lambda b, p, v: b.freeze(v), NO_TIME, "timeout"),
+    "ReplayBuffer.freeze.hold": Case(lambda b, p, v: b.freeze(hold=v), [*NO_TIME, 0, 0.0], "hold"),
+    "ReplayBuffer.frozen.timeout": Case(lambda b, p, v: frozen(b, v), NO_TIME, "timeout"),
+    "ReplayBuffer.snapshot.timeout": Case(lambda b, p, v: b.snapshot(v), NO_TIME, "timeout"),
+    "ReplayBuffer.state_dict.timeout": Case(lambda b, p, v: b.state_dict(v), NO_TIME, "timeout"),
+    "ReplayBuffer.save.path": Case(lambda b, p, v: b.save(v), NO_PATH, "path"),
+    "ReplayBuffer.save.base": Case(
+        lambda b, p, v: b.save(p / "new", base=v), [each for each in NO_PATH if each is not None], "base"
+    ),
+    "ReplayBuffer.save.timeout": Case(lambda b, p, v: b.save(p, v), NO_TIME, "timeout"),
+    "ReplayBuffer.restore.snapshot": Case(lambda b, p, v: b.restore(v), [*NO_NUMBER, None, 3, Path()], "snapshot"),
+    "ReplayBuffer.restore.elastic": Case(lambda b, p, v: resumed(b, restore="restore", elastic=v), NO_FLAG, "elastic"),
+    "ReplayBuffer.prepare_restore.snapshot": Case(
+        lambda b, p, v: b.prepare_restore(v), [*NO_NUMBER, None, 3, Path()], "snapshot"
+    ),
+    "ReplayBuffer.prepare_restore.elastic": Case(
+        lambda b, p, v: resumed(b, restore="prepare_restore", elastic=v), NO_FLAG, "elastic"
+    ),
+    "ReplayBuffer.load_state_dict.state_dict": Case(
+        lambda b, p, v: b.load_state_dict(v), [*NO_NUMBER, None, 3, Path(), Snapshot()], ""
+    ),
+    "ReplayBuffer.load_state_dict.elastic": Case(lambda b, p, v: from_state(b, v), NO_FLAG, "elastic"),
+    "ReplayBuffer.load.path": Case(lambda b, p, v: b.load(v), NO_PATH, "path"),
+    "ReplayBuffer.load.elastic": Case(lambda b, p, v: b.load(p, elastic=v), NO_FLAG, "elastic"),
+    "TensorStorage.capacity": Case(lambda b, p, v: TensorStorage(v), NO_COUNT, "capacity"),
+    "TensorStorage.contiguous": Case(lambda b, p, v: TensorStorage(3, contiguous=v), NO_FLAG, "contiguous"),
+    "ListStorage.capacity": Case(lambda b, p, v: ListStorage(v), NO_COUNT, "capacity"),
+    "MinSize.items": Case(lambda b, p, v: MinSize(v), NO_COUNT, "min_size"),
+    "SamplerWithoutReplacement.drop_last": Case(
+        lambda b, p, v: SamplerWithoutReplacement(drop_last=v), NO_FLAG, "drop_last"
+    ),
+    "SamplerWithoutReplacement.shuffle": Case(lambda b, p, v: SamplerWithoutReplacement(shuffle=v), NO_FLAG, "shuffle"),
+    "Checkpointer.directory": Case(lambda b, p, v: Checkpointer(v), NO_PATH, "directory"),
+    "Checkpointer.keep": Case(lambda b, p, v: Checkpointer(p, keep=v), [*NO_NUMBER, True, 0, -1, 1.5], "keep"),
+    "Checkpointer.rng": Case(lambda b, p, v: Checkpointer(p, rng=v), NO_FLAG, "rng"),
+    "Checkpointer.path.step": Case(lambda b, p, v: Checkpointer(p).path(v), [*NO_NUMBER, None, True, -1, 1.0], "step"),
+    "ReplayBuffer.save_soon.path": Case(lambda b, p, v: b.save_soon(v), NO_PATH, "path"),
+    "ReplayBuffer.save_soon.timeout": Case(lambda b, p, v: b.save_soon(p, v), NO_TIME, "timeout"),
+    "ReplayBuffer.save_soon.base": Case(
+        lambda b, p, v: b.save_soon(p / "new", base=v), [each for each in NO_PATH if each is not None], "base"
+    ),
+    "Checkpointer.save_soon.step": Case(
+        lambda b, p, v: Checkpointer(p).save_soon(v, b=b), [*NO_NUMBER, None, True, -1, 1.0, NAN], "step"
+    ),
+    "Checkpointer.save_soon.rng": Case(lambda b, p, v: Checkpointer(p).save_soon(1, rng=v), NO_NUMBER, "rng"),
+    "Checkpointer.save_soon.timeout": Case(
+        lambda b, p, v: Checkpointer(p).save_soon(1, timeout=v, b=b), NO_TIME, "timeout"
+    ),
+    "Checkpointer.save_soon.at_once": Case(
+        lambda b, p, v: Checkpointer(p).save_soon(1, at_once=v, b=b), NO_FLAG, "at_once"
+    ),
+    "Checkpointer.save_soon.parts": Case(
+        lambda b, p, v: Checkpointer(p).save_soon(1, x=v), [object(), {1, 2}, ...], "x"
+    ),
+    "Checkpointer.on_signal.signals": Case(
+        lambda b, p, v: Checkpointer(p).on_signal(v), [["x"], [None], [1.5], [99_999], [0], 3, None, "x"], "signals"
+    ),
+    "Checkpointer.save.step": Case(
+        lambda b, p, v: Checkpointer(p).save(v, b=b), [*NO_NUMBER, None, True, -1, 1.0, NAN], "step"
+    ),
+    "Checkpointer.save.rng": Case(lambda b, p, v: Checkpointer(p).save(1, rng=v), NO_NUMBER, "rng"),
+    "Checkpointer.save.timeout": Case(lambda b, p, v: Checkpointer(p).save(1, timeout=v, b=b), NO_TIME, "timeout"),
+    "Checkpointer.save.at_once": Case(lambda b, p, v: Checkpointer(p).save(1, at_once=v, b=b), NO_FLAG, "at_once"),
+    "Checkpointer.save.parts": Case(lambda b, p, v: Checkpointer(p).save(1, x=v), [object(), {1, 2}, ...], "x"),
+    "Checkpointer.restore.step": Case(
+        lambda b, p, v: Checkpointer(p).restore(v, b=b), ["x", [], {}, True, -1, 1.0, NAN, torch.arange(3)], "step"
+    ),
+    "Checkpointer.restore.elastic": Case(lambda b, p, v: Checkpointer(p).restore(1, elastic=v), NO_FLAG, "elastic"),
+    "Checkpointer.restore.partial": Case(lambda b, p, v: Checkpointer(p).restore(1, partial=v), NO_FLAG, "partial"),
+    "Checkpointer.restore.rng": Case(lambda b, p, v: Checkpointer(p).restore(1, rng=v), NO_NUMBER, "rng"),
+    "Checkpointer.restore.objects": Case(lambda b, p, v: Checkpointer(p).restore(1, x=v), [*NO_NUMBER, None, 3], "x"),
+    "Snapshot.state": Case(lambda b, p, v: Snapshot(v), ["x", 3, [], torch.arange(3), object()], "state"),
+    "Snapshot.save.path": Case(lambda b, p, v: Snapshot().save(v), NO_PATH, "path"),
+    "Snapshot.load.path": Case(lambda b, p, v: Snapshot.load(v), NO_PATH, "path"),
+    "Snapshot.open.path": Case(lambda b, p, v: Snapshot.open(v), NO_PATH, "path"),
+    "Snapshot.load_state_dict.state_dict": Case(
+        lambda b, p, v: Snapshot().load_state_dict(v), [*NO_NUMBER, None, 3], ""
+    ),
+    "Snapshot.from_state_dict.state_dict": Case(lambda b, p, v: Snapshot.from_state_dict(v), [*NO_NUMBER, None, 3], ""),
+    "register_type.cls": Case(
+        lambda b, p, v: register_type(v), ["x", 3, None, object(), torch.ones(3), int], "register_type"
+    ),
+    "register_type.name": Case(lambda b, p, v: register_type(Case, name=v), [None, 3, b"x", int], "name"),
+    "register_codec.cls": Case(lambda b, p, v: CODEC(v, str, str), ["x", 3, None, object()], "register_codec"),
+    "register_codec.encode": Case(lambda b, p, v: CODEC(Case, v, str), ["x", 3, None], "encode"),
+    "register_codec.decode": Case(lambda b, p, v: CODEC(Case, str, v), ["x", 3, None], "decode"),
+    "register_codec.name": Case(lambda b, p, v: CODEC(Case, str, str, name=v), [None, 3, b"x"], "name"),
+    "register_codec.subclasses": Case(lambda b, p, v: CODEC(Case, str, str, subclasses=v), NO_FLAG, "subclasses"),
+    "register_container.cls": Case(
+        lambda b, p, v: CONTAINER(v, ODD_CONTAINER),
+        ["x", 3, None],
+        "register_container",
+    ),
+    "register_container.container": Case(lambda b, p, v: CONTAINER(Case, v), ["x", 3, None], "container"),
+    **{
+        f"{name}.{argument}": Case(suite(name, argument), odd, argument)
+        for name in SUITES
+        for argument, odd in {
+            "capacity": NO_COUNT,
+            "batch_size": NO_COUNT,
+            "steps": NO_NUMBER,
+            "seconds": NO_TIME,
+        }.items()
+        if argument in inspect.signature(SUITES[name][0]).parameters
+    },
+    **{
+        f"{name}.factory": Case(functools.partial(with_factory, name), ["x", 3, None, torch.ones(3)], "")
+        for name in SUITES
+    },
+}
+ERRORS = (TypeError, ValueError, IndexError, CheckpointError, SchemaError)
+
+
+@pytest.fixture
+async def buffer() -> Any:
+    async with ReplayBuffer(TensorStorage(20), batch_size=4, prefetch=1, generator=seeded()) as buffer:
+        await buffer.extend(rows(20))
+        yield buffer
+
+
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize("what", CASES)
+async def test_an_odd_argument_is_refused_in_words(what: str, buffer: ReplayBuffer, tmp_path: Path) -> None:
+    case = CASES[what]
+    for value in case.odd:
+        with pytest.raises(ERRORS) as caught:
+            await result(case.call(buffer, tmp_path, value))
+        message = str(caught.value)
+        assert "expected" in message, f"{value!r}: {message}"
+        assert message.startswith(case.name), f"{value!r}: {message}"
+        assert len(message) < 600
+    await buffer.sample()  # nothing has happened to it
+    assert len(buffer) == 20
+
+
+async def result(made: Any) -> Any:
+    return await within(made) if inspect.isawaitable(made) else made
+
+
+def test_every_argument_is_in_the_table() -> None:
+    """Of the buffer, the checkpointer and what registers: by their signatures."""
+    missing = []
+    for owner in (ReplayBuffer, Checkpointer, TensorStorage, ListStorage, SamplerWithoutReplacement):
+        for name, method in inspect.getmembers(owner, inspect.isfunction):
+            if name.startswith("_") and name != "__init__":
+                continue
+            if owner not in (ReplayBuffer, Checkpointer) and name != "__init__":
+                continue  # called by the buffer
+            where = owner.__name__ if name == "__init__" else f"{owner.__name__}.{name}"
+            where = {"ReplayBuffer.dumps": "ReplayBuffer.save", "ReplayBuffer.loads": "ReplayBuffer.load"}.get(
+                where, where
+            )
+            missing += [
+                f"{where}.{argument}" for argument in inspect.signature(method).parameters if argument != "self"
+            ]
+    for function in (register_type, register_codec, register_container):
+        missing += [f"{function.__name__}.{argument}" for argument in inspect.signature(function).parameters]
+    assert not set(missing) - CASES.keys()
+
+
+async def test_a_time_without_limit(buffer: ReplayBuffer) -> None:
+    times: list[Any] = [None, float("inf"), 10**12, 1e300, 5, np.float32(5), np.int64(5)]
+    for timeout in times:
+        assert isinstance(await within(buffer.snapshot(timeout)), Snapshot)
+        handle = await within(buffer.freeze(timeout, hold=timeout))
+        assert isinstance(handle, Freeze)
+        handle.release()
+
+
+async def test_another_call_is_named(buffer: ReplayBuffer, tmp_path: Path) -> None:
+    snapshot = await buffer.snapshot()
+    calls: list[tuple[Any, str]] = [
+        (buffer.restore(snapshot.state_dict()), "write load_state_dict"),  # type: ignore[arg-type]
+        (buffer.restore(tmp_path), r"write load\("),  # type: ignore[arg-type]
+        (buffer.restore(str(tmp_path)), r"write load\("),  # type: ignore[arg-type]
+        (buffer.restore(buffer.snapshot()), "write `await`"),  # type: ignore[arg-type]
+        (buffer.restore(None), r"await buffer.snapshot\(\) takes one"),  # type: ignore[arg-type]
+        (buffer.load_state_dict(snapshot), "write restore"),  # type: ignore[arg-type]
+        (buffer.load_state_dict(tmp_path), "write load"),  # type: ignore[arg-type]
+        (buffer.load_state_dict(buffer.state_dict()), "write `await`"),  # type: ignore[arg-type]
+        (Checkpointer(tmp_path).save(buffer), r"write save\(step, name="),  # type: ignore[arg-type]
+        (Checkpointer(tmp_path).restore(buffer), r"write save\(step, name="),  # type: ignore[arg-type]
+        (Checkpointer(tmp_path).save("100"), r"for example save\(100"),  # type: ignore[arg-type]
+        (check_sampler(RandomSampler()), "write lambda"),  # type: ignore[arg-type]
+    ]
+    for call, message in calls:
+        with pytest.raises(TypeError, match=message):
+            await within(call)
+
+
+def test_a_buffer_that_was_open_when_its_loop_ended() -> None:
+    made: list[ReplayBuffer] = []
+
+    async def leave_open() -> None:
+        buffer = await ReplayBuffer(TensorStorage(20), batch_size=4, prefetch=2, generator=seeded()).open()
+        await buffer.extend(rows(20))
+        await buffer.sample()
+        made.append(buffer)
+
+    async def go_on() -> None:
+        (buffer,) = made
+        for call in (buffer.sample(), buffer.sample(3), buffer.extend(rows(3)), buffer.add({}), anext(aiter(buffer))):
+            with pytest.raises(BufferFailedError, match=r"async with buffer.*open\(\) lets it go on"):
+                await within(call)
+        await within(buffer.snapshot(5))
+        await within(buffer.aclose(5))
+        async with buffer:
+            assert (await within(buffer.sample())).number == 1
+
+    asyncio.run(leave_open())
+    assert "closed" in repr(made[0])
+    asyncio.run(go_on())
