@@ -206,6 +206,25 @@ async def test_another_buffer_shares_nothing(tmp_path: Path) -> None:
     assert not any(shared(tmp_path / "b"))
 
 
+async def test_pairs_of_numbers_are_no_complex_numbers(tmp_path: Path) -> None:
+    """They lie in a file in the same way. Restored rows are known by what is in their file."""
+    pairs = torch.zeros(CAPACITY, 2)
+    rows = {"pairs": pairs, "numbers": torch.view_as_complex(pairs), "again": torch.view_as_complex(pairs)}
+    checkpointer = Checkpointer(tmp_path)
+    buffers: dict[str, Any] = {name: ReplayBuffer(TensorStorage(CAPACITY), batch_size=4) for name in rows}
+    for name, buffer in buffers.items():
+        await buffer.extend({"x": rows[name]})
+    saved = {name: await buffer.state_dict() for name, buffer in buffers.items()}
+    await checkpointer.save(0, **buffers)
+    for step in range(1, 3):
+        buffers = {name: ReplayBuffer(TensorStorage(CAPACITY), batch_size=4) for name in rows}
+        await checkpointer.restore(**buffers)
+        for name, buffer in buffers.items():
+            assert difference(await buffer.state_dict(), saved[name]) is None
+        await checkpointer.save(step, **buffers)
+        assert all(file.stat().st_nlink > 1 for file in checkpointer.path(step).glob("data-*/*/storage/*"))
+
+
 async def test_a_base_is_meant_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = await filled()
     (tmp_path / "elsewhere").mkdir()
