@@ -160,13 +160,13 @@ def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.
 
 def _names(fields: Sequence[Field]) -> list[str]:
     """The paths, made different where two are the same (``{"a/b": ...}`` beside ``{"a": {"b": ...}}``)."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for field in fields:
         name, number = field.path, 2
         while name in names:
             name, number = f"{field.path}#{number}", number + 1
-        names.append(name)
-    return names
+        names[name] = None
+    return list(names)
 
 
 def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
