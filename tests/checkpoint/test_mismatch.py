@@ -138,7 +138,7 @@ async def test_no_checkpoint(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "nowhere")
     assert checkpointer.steps() == []
     assert checkpointer.latest() is None
-    with pytest.raises(CheckpointNotFoundError, match="nowhere: expected the directories of steps.*; found nothing"):
+    with pytest.raises(CheckpointNotFoundError, match=r"nowhere: expected the directories of steps.*; found nothing"):
         await checkpointer.restore(count=Count())
     assert not (tmp_path / "nowhere").exists()
     await checkpointer.save(4, n=1)
@@ -154,7 +154,7 @@ async def test_the_checkpoint_of_a_buffer_is_no_run_and_the_other_way_round(tmp_
     with pytest.raises(CheckpointNotFoundError, match=r"a buffer, which await buffer\.load\(path\) reads"):
         await Checkpointer(tmp_path / "a").restore(buffer=buffer)
     path = await Checkpointer(tmp_path / "runs").save(3, buffer=buffer, n=1)
-    with pytest.raises(CheckpointMismatchError, match=r"parts buffer, n: write await .*restore\(step, partial=True"):
+    with pytest.raises(CheckpointMismatchError, match=r"parts n, buffer: write await .*restore\(step, partial=True"):
         await buffer.load(path)
 
 
