@@ -113,8 +113,8 @@ class SaveJob:
 
     def __init__(self, path: Path, release: Callable[[], None]) -> None:
         self.path = path
-        self.transfer = Transfer()
-        self.progress = SaveProgress(self.transfer)
+        self.transfer: Transfer = Transfer()
+        self.progress: SaveProgress = SaveProgress(self.transfer)
         self.writer: CheckpointWriter | None = None
         self.error: Exception | None = None
         self.save: Callable[[], Coroutine[Any, Any, None]] | None = None

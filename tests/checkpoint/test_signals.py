@@ -119,8 +119,11 @@ def lines_until(process: subprocess.Popen[str], last: str) -> list[str]:
 
 def ended(process: subprocess.Popen[str]) -> tuple[list[str], int, str]:
     """The last lines of a child, its exit status, and what it wrote to its standard error."""
-    output, errors = process.communicate(timeout=60)
-    return output.split("\n")[:-1], process.returncode, errors
+    assert process.stdout is not None
+    assert process.stderr is not None
+    # Not communicate(): that knows nothing of lines that were read ahead together with those that were asked for.
+    output, errors = process.stdout.read(), process.stderr.read()
+    return output.split("\n")[:-1], process.wait(60), errors
 
 
 @pytest.fixture(scope="module")
