@@ -139,7 +139,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("loop", "first", "second"),
-    [("asyncio", signal.SIGINT, signal.SIGTERM), ("uvloop", signal.SIGTERM, signal.SIGINT)],
+    [
+        pytest.param("asyncio", signal.SIGINT, signal.SIGTERM, marks=pytest.mark.slow),
+        ("uvloop", signal.SIGTERM, signal.SIGINT),
+    ],
 )
 def test_a_run_that_is_ended_by_signals_goes_on_exactly(
     loop: str, first: signal.Signals, second: signal.Signals, reference: list[str], tmp_path: Path
