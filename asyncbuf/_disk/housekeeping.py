@@ -6,6 +6,7 @@ is under way is at work in its directory and in its data directory, a reader in 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 # A name on Linux and macOS; a temporary one is never longer than the name that it stands for may be.
 _NAME_BYTES = 255
 _DRAFT_BYTES = 1024
-# How often others may exchange what is looked at.
-_LOOKS = 50
+# How often what seems to be something else is looked at.
+_LOOKS = 5
 _UNSEEN = re.compile(rf"(?:manifest\.json\.|draft-)({KEY})")
 _TEMPORARY = re.compile(rf"\..+\.tmp-{KEY}")
 
@@ -44,25 +45,14 @@ class Found(enum.Enum):
 def found_at(path: Path) -> Found:
     """Whether a checkpoint may be made there."""
     for _ in range(_LOOKS):
-        before = _directory_at(path)
-        if before is None:
+        if not files.is_directory(path):
             return Found.OTHER if files.exists(path) else Found.NOTHING
-        try:
+        # One may be removed, and another one put in its place, while it is looked at: then neither a manifest nor a
+        # draft is found. So what is no checkpoint is looked at again.
+        with contextlib.suppress(FileNotFoundError):
             if is_checkpoint(path) or _is_unfinished(path):
                 return Found.OURS
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        if _directory_at(path) == before:
-            break  # else it was two that were looked at: one was removed, and another one came
     return Found.OTHER
-
-
-def _directory_at(path: Path) -> tuple[int, int, int] | None:
-    """What tells a directory from any other that stands in its place later; None if there is none."""
-    if not files.is_directory(path):
-        return None
-    found = files.stat(path, follow=True)
-    return None if found is None else (found.st_dev, found.st_ino, found.st_ctime_ns)
 
 
 def data_name(key: str) -> str:
