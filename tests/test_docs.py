@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from asyncbuf import Placement, ReplayBuffer, RowRange, Rows, TensorStorage, WriteEvent
+from asyncbuf import Placement, ReplayBuffer, RowRange, Rows, TensorStorage, WriteEvent, checkpoint
 from asyncbuf.testing import assert_exact_resume, check_sampler, check_storage, check_writer
 from tests.helpers import until
 
@@ -158,3 +158,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [found["target"] for found in _LINK.finditer(prose)]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+def test_the_program_of_the_page_on_saving_goes_on_as_it_would_have(
+    modules: dict[Path, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [page] = [page for page in PAGES if page.name == "saving.md"]
+    program = loaded(page, "Collector", modules)
+    assert asyncio.run(program.main(str(tmp_path / "one"))) == 0
+    monkeypatch.setattr(program, "STEPS", 60)
+    asyncio.run(program.main(str(tmp_path / "other")))
+    monkeypatch.setattr(program, "STEPS", 100)
+    asyncio.run(program.main(str(tmp_path / "other")))
+    found = checkpoint.diff(tmp_path / "one" / "step-000100", tmp_path / "other" / "step-000100")
+    assert found.is_same, found

@@ -229,7 +229,7 @@ def _elements(leaf: LeafDifference) -> str:
 def of_list(found: Sequence[ListedCheckpoint]) -> Iterator[str | Table]:
     """The checkpoints of a run."""
     if not found:
-        yield "no checkpoints"
+        yield "no steps of a Checkpointer, such as step-000100 (inspect shows a single checkpoint)"
         return
     rows = [
         (str(each.step), _age(each.age), *map(_size, (each.nbytes, each.own_nbytes, each.shared_nbytes)), _state(each))

@@ -63,6 +63,8 @@ def make_parents(path: Path) -> list[Path]:
     while not exists(path):
         missing.append(path)
         path = path.parent
+    if not is_directory(path):
+        raise NotADirectoryError(errno.ENOTDIR, "expected a directory, found something else", str(path))
     for folder in reversed(missing):
         try:
             mkdir(folder)

@@ -6,6 +6,7 @@ is under way is at work in its directory and in its data directory, a reader in 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # A name on Linux and macOS; a temporary one is never longer than the name that it stands for may be.
 _NAME_BYTES = 255
 _DRAFT_BYTES = 1024
+# How often what seems to be something else is looked at.
+_LOOKS = 5
 _UNSEEN = re.compile(rf"(?:manifest\.json\.|draft-)({KEY})")
 _TEMPORARY = re.compile(rf"\..+\.tmp-{KEY}")
 
@@ -41,14 +44,15 @@ class Found(enum.Enum):
 
 def found_at(path: Path) -> Found:
     """Whether a checkpoint may be made there."""
-    if not files.exists(path):
-        return Found.NOTHING
-    if not files.is_directory(path):
-        return Found.OTHER
-    try:
-        return Found.OURS if is_checkpoint(path) or _is_unfinished(path) else Found.OTHER
-    except FileNotFoundError:
-        return Found.NOTHING  # removed meanwhile
+    for _ in range(_LOOKS):
+        if not files.is_directory(path):
+            return Found.OTHER if files.exists(path) else Found.NOTHING
+        # One may be removed, and another one put in its place, while it is looked at: then neither a manifest nor a
+        # draft is found. So what is no checkpoint is looked at again.
+        with contextlib.suppress(FileNotFoundError):
+            if is_checkpoint(path) or _is_unfinished(path):
+                return Found.OURS
+    return Found.OTHER
 
 
 def data_name(key: str) -> str:

@@ -38,7 +38,7 @@ class Links:
         except (OSError, CheckpointError) as error:
             if is_expected:
                 _logger.warning(
-                    "%s: expected a checkpoint to base another one on; that is saved in full: %s", path, error
+                    "everything is written: base expected a checkpoint whose files can be used again: %s", error
                 )
             return
         for name, entry in table.items():

@@ -47,6 +47,7 @@ _TAIL_BYTES = 160
 # Where a damaged manifest is searched for what it was.
 _SEARCHED_BYTES = 4096
 _SAYS_OURS = re.compile(rb'"format":\s*"asyncbuf\.checkpoint"')
+_SHOWN = 4
 _PIECE_BYTES = 1024 * 1024
 
 
@@ -116,19 +117,30 @@ def is_checkpoint(path: Path) -> bool:
     return _SAYS_OURS.search(content[-_SEARCHED_BYTES:]) is not None
 
 
+def what_is_at(path: Path) -> str:
+    """In words, what is where a checkpoint was expected."""
+    if files.is_directory(path):
+        names = files.names(path)
+        shown = ", ".join(map(ascii, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+        return f"a directory with {shown}" if names else "an empty directory"
+    if files.is_link(path):
+        return "a link that leads to no directory"
+    return "a file" if files.is_regular(path) else "something else" if files.exists(path) else "nothing"
+
+
 def _content(manifest: Path, path: Path) -> bytearray:
     try:
         if not files.is_regular(manifest):
-            found = "something else" if files.exists(manifest) else "none"
-            error = CheckpointNotFoundError if found == "none" else CheckpointCorruptError
-            raise error(f"{path}: expected a checkpoint with a {MANIFEST}, found {found}")
+            if files.exists(manifest):
+                raise CheckpointCorruptError(f"{manifest}: expected a file, found something else")
+            raise CheckpointNotFoundError(f"{path}: expected a checkpoint with a {MANIFEST}, found {what_is_at(path)}")
         size, content = files.ends(manifest, MANIFEST_BYTES, _TAIL_BYTES)
         if MANIFEST_BYTES < size <= OLD_MANIFEST_BYTES and _ending(content, 1) is not None:
             content = files.read_whole(manifest, size + 1)
         elif size > MANIFEST_BYTES:
             raise CheckpointCorruptError(f"{manifest}: expected at most {MANIFEST_BYTES} bytes, found {size}")
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{path}: expected a checkpoint with a {MANIFEST}, found none") from error
+        raise CheckpointNotFoundError(f"{path}: expected a checkpoint with a {MANIFEST}, found nothing") from error
     return content
 
 

@@ -153,8 +153,9 @@ class ReadAhead:
 
 
 def identity_of(entry: dict[str, Any]) -> str:
-    """What stands for the contents of a file of which only the digest is known."""
-    return ":".join(digests.of_entry(entry))
+    """What stands for the contents of a file of which only the digest is known, and what its pairs of numbers are."""
+    pairs = [f"{key}={dtype}" for key, dtype in sorted(entry.get("dtypes", {}).items())]
+    return ":".join([*digests.of_entry(entry), *pairs])
 
 
 def table_of(path: Path) -> tuple[Path, dict[str, dict[str, Any]]]:

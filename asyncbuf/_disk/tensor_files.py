@@ -212,16 +212,21 @@ def over(content: npt.NDArray[np.uint8], header: Header, dtypes: Mapping[str, st
         header: of the file.
         dtypes: of those that are stored as pairs of numbers.
     """
-    return {
-        original_name(key): _typed(_part(content, header.nbytes + place.start, place), place, dtypes.get(key))
-        for key, place in header.places.items()
-    }
+    tensors = {}
+    for key, place in header.places.items():
+        pair = dtypes.get(key)
+        part = _part(content, header.nbytes + place.start, place, 1 if pair is None else 2)
+        tensors[original_name(key)] = _typed(part, place, pair)
+    return tensors
 
 
-def _part(content: npt.NDArray[np.uint8], start: int, place: Place) -> torch.Tensor:
+def _part(content: npt.NDArray[np.uint8], start: int, place: Place, numbers: int) -> torch.Tensor:
+    """The bytes of a tensor, each of whose elements consists of so many numbers."""
     part = content[start : start + place.stop - place.start]
-    if part.ctypes.data % place.dtype.itemsize:
-        part = part.copy()  # elements may lie anywhere in a file of somebody else
+    # A processor may refuse a complex number that does not begin at a multiple of its own size. In the file each
+    # number does, and those of others lie anywhere.
+    if part.ctypes.data % (numbers * place.dtype.itemsize):
+        return torch.from_numpy(part).clone()
     return torch.from_numpy(part)
 
 

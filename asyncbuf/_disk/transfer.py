@@ -16,7 +16,8 @@ class Transfer:
     """
 
     def __init__(self) -> None:
-        self.done = self.linked = 0
+        self.done: int = 0
+        self.linked: int = 0
         self.total: int | None = None
         self._lock = threading.Lock()
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncbuf._disk import files, manifest
 from asyncbuf._disk.checked_file import CheckedFile
-from asyncbuf._disk.manifest import MANIFEST
+from asyncbuf._disk.manifest import MANIFEST, what_is_at
 from asyncbuf._disk.reader import CheckpointReader
 from asyncbuf._disk.tensor_files import original_name
 from asyncbuf._plain.dtypes import dtype_name
@@ -167,13 +167,7 @@ def check_is_one(path: Path) -> None:
     """
     if manifest.is_checkpoint(path) or _is_damaged(path):
         return
-    found = "nothing there"
-    if files.exists(path / MANIFEST):
-        found = f"a {MANIFEST} of something else"
-    elif files.is_directory(path):
-        found = f"a directory without {MANIFEST}"
-    elif files.exists(path):
-        found = "something that is no directory"
+    found = f"a {MANIFEST} of something else" if files.exists(path / MANIFEST) else what_is_at(path)
     raise CheckpointNotFoundError(f"{path}: expected a checkpoint, found {found}")
 
 

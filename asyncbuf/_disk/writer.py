@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _TRIES = 50
 # What a rename onto a directory says that is there already and not empty.
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
-_FOUND_OTHER = "expected a checkpoint or nothing, found something else"
 _IN_THE_WAY = "expected a place to save to, found that others make and remove it all the time"
 
 _logger = logging.getLogger("asyncbuf")
@@ -127,7 +126,7 @@ class CheckpointWriter:
             self._stop.check()
             found = housekeeping.found_at(self._path)
             if found is Found.OTHER:
-                raise CheckpointError(f"{self._path}: {_FOUND_OTHER}")
+                raise self._found_other()
             if found is Found.NOTHING:
                 self._made += files.make_parents(self._path.parent)
                 # Before anything is written: there may be no room but for what others left.
@@ -142,6 +141,10 @@ class CheckpointWriter:
                 return
             self._key = housekeeping.new_key()  # removed meanwhile
         raise CheckpointError(f"{self._path}: {_IN_THE_WAY}")
+
+    def _found_other(self) -> CheckpointError:
+        found = manifest.what_is_at(self._path)
+        return CheckpointError(f"{self._path}: expected a checkpoint to replace, or nothing; found {found}")
 
     def __exit__(self, *_: object) -> None:
         """Remove what was written, unless it was committed."""
@@ -361,7 +364,7 @@ class CheckpointWriter:
         """Replace the checkpoint of another save that came first, in one step as well: whether it is still there."""
         found = housekeeping.found_at(self._path)
         if found is Found.OTHER:
-            raise CheckpointError(f"{self._path}: {_FOUND_OTHER}")
+            raise self._found_other()
         held = None if found is Found.NOTHING else share(self._path, self._stop)
         if held is None:
             return False

@@ -21,7 +21,7 @@ from asyncbuf._plain.dtypes import dtype_named as dtype_named
 from asyncbuf._plain.savable import DEPTH, is_plain_dtype, is_plain_name, tensor_problem
 from asyncbuf._runtime.atoms import holds_atoms
 from asyncbuf._runtime.summary import literal
-from asyncbuf.errors import CheckpointCorruptError, CheckpointError
+from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -225,7 +225,7 @@ def _typed(plain: Any, path: str) -> Any:
     name = plain["$type"]
     codec = registry.codec_named(name)
     if codec is None:
-        raise CheckpointCorruptError(f"{path or 'the value'}: {registry.unknown(name)}")
+        raise CheckpointMismatchError(f"{path or 'the value'}: {registry.unknown(name)}")
     return codec.decode(_decode(plain["value"], path))
 
 

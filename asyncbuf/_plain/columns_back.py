@@ -19,7 +19,7 @@ from asyncbuf._plain.column_leaves import DOCUMENT, VERSION
 from asyncbuf._plain.dtypes import dtype_named
 from asyncbuf._plain.savable import DEPTH, is_plain_name
 from asyncbuf._runtime.pieces import PIECE, GiveWay
-from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
+from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointVersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -362,7 +362,7 @@ class _Reader:
         """Values of a registered type."""
         codec = self._codec_named(node["type"]) if type(node["type"]) is str else None
         if codec is None:
-            raise CheckpointCorruptError(registry.unknown(node["type"]))
+            raise CheckpointMismatchError(registry.unknown(node["type"]))
         return self._give_way.mapped(codec.decode, self.column(node["value"], count))
 
     def torch_names(self, node: dict[str, Any], count: int) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from asyncbuf._runtime.arguments import flag, shown
-from asyncbuf.errors import CheckpointCorruptError, CheckpointError
+from asyncbuf.errors import CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -329,14 +329,12 @@ def registered_type(name: str) -> type:
     """The type that a name stands for.
 
     Raises:
-        CheckpointCorruptError: no registered type has that name.
+        CheckpointMismatchError: no registered type has that name.
     """
     for kind, codec in _codecs.items():
         if codec.name == name:
             return kind
-    raise CheckpointCorruptError(
-        f"expected a registered type, found {name!r}, known are {sorted(_codec_names)}; {HINT}"
-    )
+    raise CheckpointMismatchError(unknown(name))
 
 
 def codec_named(name: str) -> Codec | None:
@@ -348,4 +346,5 @@ def codec_named(name: str) -> Codec | None:
 
 def unknown(name: Any) -> str:
     """The message about a type that is not registered."""
-    return f"expected a registered type, found {name!r}, known are {sorted(_codec_names)}; {HINT}"
+    known = sorted(_codec_names)
+    return f"expected a registered type, found {name!r}, known are {known}; {HINT}, which is to be done before loading"

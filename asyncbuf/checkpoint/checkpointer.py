@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from asyncbuf._disk.manifest import is_checkpoint, what_is_at
 from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf._runtime.arguments import absolute, count, flag, seconds, shown
 from asyncbuf._runtime.reentry import current_job
@@ -233,8 +234,25 @@ class Checkpointer:
             writer.expect(sum(filter(None, sizes)) if None not in sizes else None)
             parts = {name: part.write(writer, name) for name, part in captured.items()}
             writer.commit({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
+        if self._last is None:
+            self._warn_of_others(step)
         self._last = step
         self._prune(step)
+
+    def _warn_of_others(self, step: int) -> None:
+        """Say so if a run begins anew where another one is, whose later steps look like the latest ones."""
+        try:
+            later = [other for other in self.steps() if other > step]
+        except OSError:
+            return
+        if later:
+            _logger.warning(
+                "%s: step %d was saved beside later ones, up to %d, which this Checkpointer has neither saved nor "
+                "restored: latest() and restore() take those; use another directory, or remove them",
+                self._directory,
+                step,
+                later[-1],
+            )
 
     def _base(self, step: int) -> Path | None:
         """The checkpoint that most of a new one may be the same as: that of the last step saved or restored here."""
@@ -386,7 +404,12 @@ class Checkpointer:
         # A listing may miss what is put in place while it goes on, and find no longer what that replaces.
         steps = next(filter(None, (self.steps() for _ in range(_LISTINGS))), [])
         if step is None and not steps:
-            raise CheckpointNotFoundError(f"{self._directory}: expected a checkpoint, found none")
+            found = what_is_at(self._directory)
+            if is_checkpoint(self._directory):
+                found = "the checkpoint of a buffer, which await buffer.load(path) reads"
+            raise CheckpointNotFoundError(
+                f"{self._directory}: expected the directories of steps, such as step-000100; found {found}"
+            )
         chosen = steps[-1] if step is None else _step(step)
         if chosen not in steps:
             raise CheckpointNotFoundError(f"{self.path(chosen)}: expected a checkpoint, found those of steps {steps}")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("asyncbuf")
 
+# All bytes may be in place before the commit.
+_NOT_YET = 0.999
+
 
 class SaveStage(enum.Enum):
     """How far a save is."""
@@ -71,11 +74,11 @@ class SaveProgress:
 
     @property
     def fraction(self) -> float | None:
-        """From 0.0 to 1.0, which is a committed save; None as long as the total is not known."""
+        """From 0.0 to 1.0, which is a committed save and no other; None as long as the total is not known."""
         if self._stage is SaveStage.COMMITTED:
             return 1.0
         total, done = self.total, self.done
-        return None if total is None else min(1.0, done / max(1, total))
+        return None if total is None else min(_NOT_YET, done / max(1, total))
 
     def moved_to(self, stage: SaveStage) -> None:
         """The save is at another stage."""
@@ -110,8 +113,8 @@ class SaveJob:
 
     def __init__(self, path: Path, release: Callable[[], None]) -> None:
         self.path = path
-        self.transfer = Transfer()
-        self.progress = SaveProgress(self.transfer)
+        self.transfer: Transfer = Transfer()
+        self.progress: SaveProgress = SaveProgress(self.transfer)
         self.writer: CheckpointWriter | None = None
         self.error: Exception | None = None
         self.save: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -161,6 +164,7 @@ class SaveHandle:
         self._check = check
         self._awaiting = 0
         self._is_told = False
+        self._is_given_up = False
         self._loop = asyncio.get_running_loop()
         # What is at work in it belongs to nobody: neither to a freeze nor to a transform that the caller is within.
         self._task = self._loop.create_task(_carried_out(job), name="asyncbuf-save", context=contextvars.Context())
@@ -210,6 +214,7 @@ class SaveHandle:
         """
         if self.done() or (self._job.writer is not None and not self._job.writer.stop()):
             return False
+        self._is_given_up = True
         self._task.cancel()
         return True
 
@@ -252,6 +257,8 @@ class SaveHandle:
         # A task that is cancelled before its first step has done nothing at all.
         self._job.ended(SaveStage.CANCELLED)
         self._check = None
+        if self.progress.stage is SaveStage.CANCELLED and not self._is_given_up:
+            _logger.warning("the save to %s ended with its event loop: nothing was saved", self.path)
         if self._awaiting == 0:
             self._log_untold()
 

@@ -16,7 +16,7 @@ from asyncbuf._plain.state import check_plain
 from asyncbuf._runtime.arguments import absolute
 from asyncbuf._runtime.summary import literal, summary
 from asyncbuf._runtime.threads import in_thread
-from asyncbuf.errors import CheckpointCorruptError, CheckpointVersionError
+from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointVersionError
 from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
 
 if TYPE_CHECKING:
@@ -137,6 +137,12 @@ class Snapshot:
         """A snapshot whose rows are read from the checkpoint when they are asked for. Blocks; otherwise as ``load``."""
         reader = CheckpointReader(path)
         document = reader.state.get("buffer") if isinstance(reader.state, dict) else None
+        if document is None and isinstance(reader.state, dict) and isinstance(reader.state.get("parts"), dict):
+            found = ", ".join(map(str, reader.state["parts"]))
+            raise CheckpointMismatchError(
+                f"{absolute(path)}: expected the checkpoint of a buffer, found a step of a run with the parts {found}: "
+                f"write await Checkpointer(directory).restore(step, partial=True, name=buffer)"
+            )
         return cls.read(reader, document)
 
     @property

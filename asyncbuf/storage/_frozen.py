@@ -37,7 +37,7 @@ class Chunk:
     __slots__ = ("_read", "identity")
 
     def __init__(self, identity: str | None, read: Callable[[], dict[str, torch.Tensor]]) -> None:
-        self.identity = identity
+        self.identity: str | None = identity
         self._read = read
 
     def read(self) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asyncbuf._disk.files import BLOCK_BYTES
 from asyncbuf._plain.codec import dtype_name, dtype_named
 from asyncbuf._plain.tree import builder, flat_keys
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
@@ -31,7 +32,6 @@ SEGMENT_BYTES = 1024 * 1024
 # The less there is in a chunk, the less is written again when some of it has changed; the more, the fewer files.
 CHUNK_BYTES = 8 * 1024 * 1024
 _SPARE_CHUNKS = 8
-_BLOCK_BYTES = 4096
 
 
 class RowMemory:
@@ -147,8 +147,8 @@ def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.
     """
     names = _names(fields)
     order = sorted(range(len(fields)), key=lambda number: (-fields[number].bits.itemsize, names[number]))
-    memory = spare.take(sum(count * field.nbytes for field in fields) + _BLOCK_BYTES)
-    start = -memory.ctypes.data % _BLOCK_BYTES
+    memory = spare.take(sum(count * field.nbytes for field in fields) + BLOCK_BYTES)
+    start = -memory.ctypes.data % BLOCK_BYTES
     arrays = {}
     for number in order:
         field = fields[number]
@@ -160,13 +160,13 @@ def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.
 
 def _names(fields: Sequence[Field]) -> list[str]:
     """The paths, made different where two are the same (``{"a/b": ...}`` beside ``{"a": {"b": ...}}``)."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for field in fields:
         name, number = field.path, 2
         while name in names:
             name, number = f"{field.path}#{number}", number + 1
-        names.append(name)
-    return names
+        names[name] = None
+    return list(names)
 
 
 def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:

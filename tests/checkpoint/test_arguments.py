@@ -63,7 +63,7 @@ async def test_plain_values_are_not_given_to_restore(checkpointer: Checkpointer)
 async def test_something_else_in_its_place_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "thesis.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="step-000001: expected a checkpoint or nothing"):
+    with pytest.raises(CheckpointError, match="step-000001: expected a checkpoint to replace, or nothing"):
         await Checkpointer(tmp_path).save(1, n=1)
     assert not is_checkpoint(tmp_path / "step-000001")
 

@@ -376,3 +376,13 @@ async def test_damaged_and_missing_ones(tmp_path: Path) -> None:
     for pair in ((1, 2), (2, 1)):
         with pytest.raises(CheckpointCorruptError, match=str(file)):
             diff(*map(checkpointer.path, pair))
+
+
+async def test_the_same_bytes_of_another_dtype_differ(tmp_path: Path) -> None:
+    pairs, buffers = torch.zeros(9, 2), {name: ReplayBuffer(TensorStorage(9), batch_size=4) for name in "ab"}
+    await buffers["a"].extend({"x": pairs})
+    await buffers["b"].extend({"x": torch.view_as_complex(pairs)})
+    for name, buffer in buffers.items():
+        await buffer.save(tmp_path / name)
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert not found.is_same

@@ -14,6 +14,8 @@ from asyncbuf import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointVersionError,
+    ReplayBuffer,
+    TensorStorage,
 )
 from asyncbuf._disk.writer import CheckpointWriter
 from asyncbuf.checkpoint.checkpointer import Checkpointer
@@ -136,7 +138,7 @@ async def test_no_checkpoint(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "nowhere")
     assert checkpointer.steps() == []
     assert checkpointer.latest() is None
-    with pytest.raises(CheckpointNotFoundError, match="nowhere: expected a checkpoint, found none"):
+    with pytest.raises(CheckpointNotFoundError, match=r"nowhere: expected the directories of steps.*; found nothing"):
         await checkpointer.restore(count=Count())
     assert not (tmp_path / "nowhere").exists()
     await checkpointer.save(4, n=1)
@@ -144,3 +146,30 @@ async def test_no_checkpoint(tmp_path: Path) -> None:
         CheckpointNotFoundError, match=r"step-000003: expected a checkpoint, found those of steps \[4\]"
     ):
         await checkpointer.restore(3)
+
+
+async def test_the_checkpoint_of_a_buffer_is_no_run_and_the_other_way_round(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(TensorStorage(5), batch_size=2)
+    await buffer.save(tmp_path / "a")
+    with pytest.raises(CheckpointNotFoundError, match=r"a buffer, which await buffer\.load\(path\) reads"):
+        await Checkpointer(tmp_path / "a").restore(buffer=buffer)
+    path = await Checkpointer(tmp_path / "runs").save(3, buffer=buffer, n=1)
+    with pytest.raises(CheckpointMismatchError, match=r"parts n, buffer: write await .*restore\(step, partial=True"):
+        await buffer.load(path)
+
+
+async def test_a_run_that_begins_anew_beside_later_steps_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1000, 2000):
+        await Checkpointer(tmp_path).save(step, n=step)
+    assert not caplog.records
+    other = Checkpointer(tmp_path)
+    await other.save(100, n=1)
+    assert "step 100 was saved beside later ones, up to 2000" in caplog.text
+    await other.save(200, n=1)
+    assert len(caplog.records) == 1
+    again = Checkpointer(tmp_path)
+    await again.restore(1000)
+    await again.save(1500, n=1)
+    assert len(caplog.records) == 1

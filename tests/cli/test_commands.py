@@ -159,7 +159,10 @@ async def test_list_and_prune(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "list", tmp_path)[:2] == (0, "no checkpoints\n")
+    assert run(capsys, "list", tmp_path)[:2] == (
+        0,
+        "no steps of a Checkpointer, such as step-000100 (inspect shows a single checkpoint)\n",
+    )
     assert run(capsys, "list", tmp_path, "--json")[:2] == (0, "[]\n")
 
 

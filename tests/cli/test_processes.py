@@ -82,7 +82,7 @@ def test_statuses_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     process = run(*COMMAND, "inspect", str(tmp_path))
     assert process.returncode == 2
     assert process.stdout == ""
-    assert process.stderr == f"asyncbuf: {tmp_path}: expected a checkpoint, found a directory without manifest.json\n"
+    assert process.stderr == f"asyncbuf: {tmp_path}: expected a checkpoint, found a directory with 'a'\n"
     # The reader is gone before anything is written.
     with subprocess.Popen(
         [*COMMAND, "inspect", str(tmp_path / "a"), "--json"],

@@ -165,7 +165,7 @@ def main() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(300, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     process = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path), str(kills), "0"],

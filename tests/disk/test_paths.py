@@ -167,9 +167,9 @@ async def test_a_directory_of_somebody_else_is_left_alone(manifest: str, tmp_pat
         (place / f"{MANIFEST}.{'0f' * 8}").write_text("precious")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert not is_checkpoint(path)
-    with pytest.raises(CheckpointError, match="expected a checkpoint or nothing"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint to replace, or nothing"):
         await buffer().save(path)
-    with pytest.raises(CheckpointError, match="expected a checkpoint or nothing"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint to replace, or nothing"):
         await Checkpointer(tmp_path, keep=1).save(1, n=1)
     sweep(tmp_path)
     await Checkpointer(tmp_path, keep=1).save(2, n=1)

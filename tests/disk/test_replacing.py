@@ -63,7 +63,7 @@ def test_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder" / "thesis.txt").write_text("precious")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "folder", "dangling"):
-        with pytest.raises(CheckpointError, match=f"{name}: expected a checkpoint or nothing"):
+        with pytest.raises(CheckpointError, match=f"{name}: expected a checkpoint to replace, or nothing"):
             save(tmp_path / name, 1)
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "thesis.txt").read_text() == "precious"
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from asyncbuf import ListStorage, ReplayBuffer, RowRange, TensorStorage
 from asyncbuf.storage._frozen import Chunk, ChunkVersions, InMemoryRows, tensors_of
+from asyncbuf.storage._leaf import Field
+from asyncbuf.storage._row_memory import _names
 from tests.helpers import lines_of
 
 if TYPE_CHECKING:
@@ -257,3 +259,23 @@ def test_a_write_costs_next_to_nothing() -> None:
     for row in range(100):
         # 0.2 microseconds
         assert lines_of(functools.partial(versions.wrote, row, row + 1)) <= 8
+
+
+class Compared(str):
+    """A path that counts how often it is compared."""
+
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.comparisons += 1
+        return str.__eq__(self, other)
+
+
+def test_names_of_many_fields_take_time_for_each_and_not_for_each_pair() -> None:
+    """They are made while a buffer stands still, in a step of the event loop."""
+    paths = [f"{number}" for number in range(1_000)] + ["0", "0", "1"]
+    Compared.comparisons = 0
+    names = _names(tuple(Field(Compared(path), torch.uint8, ()) for path in paths))
+    assert names[-3:] == ["0#2", "0#3", "1#2"]
+    assert Compared.comparisons < 2 * len(paths)

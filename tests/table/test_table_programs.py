@@ -163,7 +163,7 @@ class Programs(RuleBasedStateMachine):
 
 
 def test_programs() -> None:
-    run_state_machine_as_test(Programs, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Programs, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.slow
