@@ -39,7 +39,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
 )
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
+from asyncbuf.storage import GatherJobs, ListStorage, Prepared, RaggedStorage, Runs, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
@@ -71,6 +71,7 @@ __all__ = [
     "Prepared",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "RaggedStorage",
     "RandomSampler",
     "Replay",
     "ReplayBuffer",

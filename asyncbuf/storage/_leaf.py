@@ -144,7 +144,7 @@ def fit(field: Field, bits: np.ndarray[Any, Any], dtype: torch.dtype, guessed: b
     if dtype is field.dtype and not (guessed and bits.dtype != field.bits):
         return bits
     if guessed and dtype is not torch.bool and field.dtype is not torch.bool and torch.can_cast(dtype, field.dtype):
-        return _number(field, bits.item())
+        return number_of(field, bits.item())
     raise SchemaError(f"{field.path}: expected dtype {field.dtype}, found {dtype}{_hint(field, bits, guessed)}")
 
 
@@ -159,7 +159,12 @@ def _in_range(value: complex, most: float) -> bool:
     return all(abs(part) <= most or not math.isfinite(part) for part in (value.real, value.imag))
 
 
-def _number(field: Field, value: complex) -> np.ndarray[Any, Any]:
+def number_of(field: Field, value: complex) -> np.ndarray[Any, Any]:
+    """The bits of a Python number in the dtype of a field.
+
+    Raises:
+        SchemaError: it does not fit.
+    """
     exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
     try:
         number = torch.tensor(value, dtype=field.dtype, device="cpu")

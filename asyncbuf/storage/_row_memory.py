@@ -68,6 +68,10 @@ class RowMemory:
         """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
         return self._tree(self.slots.gather(self._takes, indices), len(indices))
 
+    def leaves(self, indices: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """As ``gather``, field by field and in no tree."""
+        return self._typed(self.slots.gather(self._takes, indices))
+
     def gather_in_parts(
         self, indices: np.ndarray[Any, Any], parts: int
     ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
@@ -78,6 +82,11 @@ class RowMemory:
         places = [slice(start, start + size) for start in range(0, count, size)]
         copies = [functools.partial(self.slots.fill, slot, self._takes, indices[part], part) for part in places]
         return copies, lambda: self._tree(self.slots.put(slot, count), count)
+
+    def _typed(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        for i, field in self._carried:
+            leaves[i] = field.typed(leaves[i])
+        return leaves
 
     def _tree(self, leaves: list[torch.Tensor], count: int) -> Any:
         for i, field in self._carried:
@@ -122,9 +131,10 @@ class FrozenRows:
         rows = self._rows.versions.rows
         for start in range(0, self._count, rows):
             identity = self._identity(start, min(start + rows, self._count))
-            yield Chunk(identity, functools.partial(self._columns, start, start + rows, spare))
+            yield Chunk(identity, functools.partial(self.columns, start, start + rows, spare))
 
-    def _columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
+    def columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
+        """Rows ``start`` to ``stop - 1``, as far as there are such."""
         fields = self._rows.fields
         dense = _arrays(fields, self._kept.count(start, stop), spare)
 
