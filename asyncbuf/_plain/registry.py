@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from asyncbuf._plain.nested import NestedTensor, from_parts, parts_of
 from asyncbuf._runtime.arguments import flag, shown
 from asyncbuf.errors import CheckpointError, CheckpointMismatchError
 
@@ -294,6 +295,7 @@ def _name_of(member: enum.Enum) -> str:
 add_codec(collections.Counter, Codec("collections.Counter", dict, collections.Counter, takes_apart=True))
 add_codec(collections.OrderedDict, Codec("collections.OrderedDict", dict, collections.OrderedDict, takes_apart=True))
 add_codec(torch.Size, Codec("torch.Size", list, torch.Size, takes_apart=True))
+add_codec(NestedTensor, Codec("torch.jagged", parts_of, from_parts, takes_apart=True))
 
 
 def codec_of(kind: type) -> Codec | None:

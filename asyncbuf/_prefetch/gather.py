@@ -14,6 +14,7 @@ from asyncbuf._prefetch.offload import INLINE_BYTES
 from asyncbuf._prefetch.transforms import Partial
 from asyncbuf._runtime.supervisor import FAILURES, logger
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, is_inference_on
+from asyncbuf.errors import SchemaError
 from asyncbuf.storage.base import GatherJobs, Runs
 
 if TYPE_CHECKING:
@@ -133,6 +134,11 @@ class Gatherer:
         """Gathered rows, in the shape and with the joins that the draw asked for."""
         if draw.shape is None and not draw.joins:
             return rows
+        if not self._storage.splits_rows:
+            raise SchemaError(
+                "expected batches with an axis of rows, because the sampler draws slices or joins further rows; "
+                'found sequences that are packed: RaggedStorage(..., layout="padded") has one'
+            )
         return arranged(draw, rows, are_items=self._storage.needs_collate)
 
     def _timed(self, copy: Callable[[], object]) -> None:

@@ -254,7 +254,7 @@ def _leaves_of(spec: Any, fixed: Sequence[Field], paths: Sequence[str]) -> tuple
     numbers = {path: number for number, path in enumerate(paths)}
     found: list[int] = []
     left = [field.path for field in fixed]
-    seen = []
+    seen: list[str] = []
     for path in spec.paths():
         if path in numbers:
             found.append(~numbers[path])

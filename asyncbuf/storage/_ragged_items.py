@@ -276,8 +276,8 @@ class Taker:
             if len(column) != count:
                 raise SchemaError(f"{path}: expected {count} sequences, as there are items, found {len(column)}")
             token = _token_of(column, path) if field is None else field
-            bits = [bits_of(token, one, f"item {i}: ") for i, one in enumerate(column)]
-            return token, Separate(bits), np.fromiter(map(len, bits), np.int64, count)
+            separate = [bits_of(token, one, f"item {i}: ") for i, one in enumerate(column)]
+            return token, Separate(separate), np.fromiter(map(len, separate), np.int64, count)
         bits, dtype, _ = as_bits(value, path)
         axes = 1 if group.offsets in given else 2
         if bits.ndim < axes:

@@ -174,6 +174,7 @@ class RaggedMemory:
             places = arena.places.take(indices, 0, None, "clip")
             lengths = places[:, 2]
             copy: Callable[..., None]
+            lead: tuple[int, ...]
             if self._layout.is_padded:
                 longest = int(lengths.max(initial=0))
                 lead, places_of_rows, copy = (len(indices), longest), places.tolist(), _pad

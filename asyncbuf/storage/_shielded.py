@@ -55,6 +55,11 @@ class StorageCalls:
         """Whether what it gathers is a list of items."""
         return self._storage.needs_collate
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether batches have an axis of rows."""
+        return self._storage.splits_rows
+
 
 def _begin_gather(storage: Storage, draw: Draw, *, inline: bool, parts: int) -> Any:
     found = shielded(functools.partial(storage.begin_gather, draw, inline=inline, parts=parts))

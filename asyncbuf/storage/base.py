@@ -205,6 +205,11 @@ class Storage(ABC):
         """Whether ``collate`` does any work."""
         return False
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether every leaf of a batch has a leading axis of rows, which draws with a shape or joins need."""
+        return True
+
     @abstractmethod
     def gather_nbytes(self, count: int) -> int:
         """Bytes that gathering ``count`` rows moves."""

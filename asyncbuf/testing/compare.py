@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain import tree
+from asyncbuf._plain.nested import NestedTensor, parts_of
 from asyncbuf.batch import Batch
 
 
@@ -21,7 +22,8 @@ def difference(found: Any, expected: Any) -> str | None:
     """What differs first between two batches, trees of tensors and arrays, or state dicts; None if nothing does.
 
     Tensors and arrays are compared by dtype, shape and bits: a NaN equals the same NaN, and 0.0 is not -0.0. Tensors
-    must agree in device and ``requires_grad``, but not in strides or history.
+    must agree in device and ``requires_grad``, but not in strides or history. Jagged tensors must have the same values
+    and offsets.
     """
     pairs = [("", found, expected)]
     if isinstance(found, Batch) and isinstance(expected, Batch):
@@ -39,6 +41,9 @@ def difference(found: Any, expected: Any) -> str | None:
 
 
 def _leaf_difference(found: Any, expected: Any) -> str | None:
+    if isinstance(found, NestedTensor) and isinstance(expected, NestedTensor):
+        # By what they consist of: torch counts the sets of offsets that it has seen, and shows that in the shape.
+        return difference(parts_of(found), parts_of(expected))
     if (kind := _kind(found)) != (wanted := _kind(expected)):
         return f"is {kind}, expected {wanted}"
     where = np.flatnonzero(_cells(found) != _cells(expected))
