@@ -7,11 +7,15 @@ when its reference count is what it was at first.
 
 from __future__ import annotations
 
+import math
 import threading
 from sys import getrefcount
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from asyncbuf.storage._leaf import Field
 
 # A piece is that much larger than what it is first needed for, so that it also serves batches that are a little larger.
 _ROOM = 4
@@ -22,50 +26,49 @@ _MOST_ROOM = 3
 class _Piece:
     """Memory for one field of a batch."""
 
-    __slots__ = ("memory", "unseen")
+    __slots__ = ("memory", "nbytes", "unseen")
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.memory = [np.empty(nbytes, np.uint8)]
         self.unseen = [*map(getrefcount, self.memory)]
-
-    def suits(self, nbytes: int) -> bool:
-        """Whether nobody sees it, and it is of the right size."""
-        size = self.memory[0].nbytes
-        return nbytes <= size <= _MOST_ROOM * nbytes and [*map(getrefcount, self.memory)] == self.unseen
 
 
 class BatchBytes:
     """Pieces of memory for the batches of a storage. Several threads may ask.
 
+    Args:
+        field: what a token is.
+
     Attributes:
         most: how many pieces are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, field: Field) -> None:
         self.most = 0
+        self._bits = field.bits
+        self._shape = field.shape
+        self._token_nbytes = field.nbytes
         self._lock = threading.Lock()
         self._pieces: list[_Piece] = []
 
-    def take(self, count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """An array ``[count, *shape]`` that nobody else sees, with anything in it."""
-        size = count
-        for length in shape:
-            size *= length
-        nbytes = size * dtype.itemsize
+    def take(self, *lead: int) -> np.ndarray[Any, Any]:
+        """An array ``[*lead, *token]`` that nobody else sees, with anything in it."""
+        nbytes = math.prod(lead) * self._token_nbytes
         if not nbytes:
-            return np.empty((count, *shape), dtype)
+            return np.empty(lead + self._shape, self._bits)
         with self._lock:
-            piece = self._free(nbytes) or _Piece(nbytes + nbytes // _ROOM)
-            array = np.ndarray((count, *shape), dtype, piece.memory[0])
-            self._pieces.append(piece)
-            if len(self._pieces) > self.most:
-                del self._pieces[0]
+            pieces = self._pieces
+            # The one that was used last first: it is in the cache of the processor.
+            for number in range(len(pieces) - 1, -1, -1):
+                piece = pieces[number]
+                if nbytes <= piece.nbytes <= _MOST_ROOM * nbytes and [*map(getrefcount, piece.memory)] == piece.unseen:
+                    del pieces[number]
+                    break
+            else:
+                piece = _Piece(nbytes + nbytes // _ROOM)
+            array: np.ndarray[Any, Any] = np.ndarray(lead + self._shape, self._bits, piece.memory[0])
+            pieces.append(piece)
+            if len(pieces) > self.most:
+                del pieces[0]
         return array
-
-    def _free(self, nbytes: int) -> _Piece | None:
-        # The one that was used last first: it is in the cache of the processor.
-        pieces = self._pieces
-        for number in range(len(pieces) - 1, -1, -1):
-            if pieces[number].suits(nbytes):
-                return pieces.pop(number)
-        return None

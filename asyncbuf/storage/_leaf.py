@@ -34,6 +34,8 @@ _BITS: dict[torch.dtype, tuple[np.dtype[Any], torch.dtype | None]] = {
     torch.float8_e4m3fnuz: (np.dtype(np.uint8), torch.uint8),
     torch.float8_e5m2fnuz: (np.dtype(np.uint8), torch.uint8),
 }
+_FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
+_FLOAT_MAX = float(np.finfo(np.float32).max)
 _FROM_NUMPY = {bits: dtype for dtype, (bits, carrier) in _BITS.items() if carrier is None}
 
 
@@ -174,3 +176,13 @@ def number_of(field: Field, value: complex) -> np.ndarray[Any, Any]:
     if number is None or not fits:
         raise SchemaError(f"{field.path}: expected a number that fits {field.dtype}, found {value}")
     return _tensor_bits(number, field.path)
+
+
+def scalar(leaf: Any, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any] | None:
+    """A number as an array of this dtype, where nothing can go wrong; None otherwise."""
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    kind = type(leaf)
+    if (kind is float and dtype is _FLOAT and abs(leaf) <= _FLOAT_MAX) or (kind is bool and dtype is _BOOL):
+        return np.array(leaf, dtype)
+    return None

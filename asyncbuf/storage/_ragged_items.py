@@ -10,11 +10,11 @@ import torch
 from asyncbuf._plain import tree
 from asyncbuf._runtime.summary import summary
 from asyncbuf.errors import SchemaError
-from asyncbuf.storage._leaf import Field, as_bits, fit
+from asyncbuf.storage._leaf import Field, as_bits, fit, scalar
 from asyncbuf.storage._ragged_values import Packed, Padded, Separate, bits_of, is_open
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from asyncbuf.rows import Int64Array
     from asyncbuf.storage._arena import Sequences
@@ -95,6 +95,7 @@ class Taker:
         self._paths = [path for group in groups for path in group.paths]
         self._numbers = {path: number for number, path in enumerate(self._paths)}
         self._reserved = {key: group for group in groups for key in (group.lengths, group.offsets)}
+        self._plan: _Plan | None = None
 
     # -- one item, or a list of them ----------------------------------------------------------------------------------
 
@@ -117,8 +118,52 @@ class Taker:
 
     def one(self, known: Structure | None, item: Any) -> Items:
         """Take one item apart."""
+        if known is not None and (found := self._plainly(known, item)) is not None:
+            return found
         spec, leaves = self._leaves(None if known is None else known.spec, item)
         return self._items(known, spec, [[leaf] for leaf in leaves])
+
+    def _plainly(self, known: Structure, item: Any) -> Items | None:
+        """The short way for a flat dict of tensors and arrays of the very dtypes; None for anything else."""
+        plan = self._plan
+        if plan is None or plan.structure is not known:
+            plan = self._plan = _plan_of(known)
+        if type(item) is not dict or not item or len(item) != len(plan.leaves):
+            return None
+        arrays: list[Array] = [_NOTHING] * len(known.fixed)
+        sequences: list[Array] = [_NOTHING] * len(known.ragged)
+        for key, number, dtype, shape in plan.leaves:
+            leaf: Any = item.get(key)
+            if type(leaf) is torch.Tensor:
+                try:
+                    leaf = leaf.numpy()
+                except (RuntimeError, TypeError):  # another device, a gradient, a dtype that numpy lacks
+                    return None
+            elif type(leaf) is not np.ndarray and (number < 0 or (leaf := scalar(leaf, dtype)) is None):
+                return None
+            if leaf.dtype is not dtype:
+                return None
+            if number >= 0:
+                if leaf.shape != shape:
+                    return None
+                arrays[number] = leaf[None]
+            elif not leaf.ndim or leaf.shape[1:] != shape:
+                return None
+            else:
+                sequences[~number] = leaf
+        tokens, number, place = [], 0, len(arrays) - len(self.groups)
+        for group in self.groups:
+            length = len(sequences[number])
+            if length > (length if self._max_length is None else self._max_length):
+                return None
+            for _ in group.paths:
+                if len(sequences[number]) != length:
+                    return None
+                number += 1
+            arrays[place] = np.array([length])
+            place += 1
+            tokens.append(length)
+        return Items(known, arrays, [Separate([each]) for each in sequences], tokens)
 
     def _leaves(self, spec: tree.Spec | None, item: Any) -> tuple[tree.Spec, list[Any]]:
         """The leaves of one item; a sequence is one leaf, whatever it consists of."""
@@ -296,6 +341,26 @@ class Taker:
             )
         padded = Padded(bits, _integers(given[group.lengths], group.lengths, count), path)
         return token, padded, padded.lengths
+
+
+class _Plan(NamedTuple):
+    """What makes items of a structure quick to take apart.
+
+    Attributes:
+        structure: the structure.
+        leaves: of a flat dict: key, number as in ``Structure.leaves``, dtype (None if numpy lacks it) and shape.
+    """
+
+    structure: Structure
+    leaves: tuple[tuple[Hashable, int, np.dtype[Any] | None, tuple[int, ...]], ...]
+
+
+def _plan_of(structure: Structure) -> _Plan:
+    keys, fields = tree.flat_keys(structure.spec), []
+    for key, number in zip(keys or (), structure.leaves, strict=keys is not None):
+        field = structure.fixed[number] if number >= 0 else structure.ragged[~number]
+        fields.append((key, number, None if field.is_carried else field.bits, field.shape))
+    return _Plan(structure, tuple(fields))
 
 
 class _Sequence:

@@ -36,11 +36,6 @@ class Layout(NamedTuple):
     kind: str
     pads: tuple[Any, ...]
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether sequences are padded."""
-        return self.kind == "padded"
-
 
 class RaggedMemory:
     """The memory behind a known structure.
@@ -80,9 +75,10 @@ class RaggedMemory:
             self.arenas.append(Arena(capacity, members, is_pinned, before_move))
             self._groups.append((group, number, members))
             number += len(members)
-        self.batches = [BatchBytes() for _ in structure.ragged]
+        self.batches = [BatchBytes(field) for field in structure.ragged]
         self._lengths = self.rows.columns[len(fixed) - len(groups) :]
         self._layout = layout
+        self._is_padded = layout.kind == "padded"
         self._build = builder(structure.spec)
 
     @property
@@ -144,76 +140,74 @@ class RaggedMemory:
 
     def gather(self, indices: Int64Array) -> Any:
         """Rows in memory that nobody else sees."""
-        batch = _Batch(self.rows.leaves(indices))
-        for copy in self._begun(indices, batch):
-            copy(0, len(indices))
+        batch = _Batch()
+        batch.leaves = self.rows.leaves(indices)
+        for part in self._begun(indices, batch):
+            part.copy(0, len(indices))
         return self._tree(batch, len(indices))
 
     def gather_in_parts(
         self, indices: Int64Array, parts: int
     ) -> tuple[Sequence[Callable[[], object]], Callable[[], Any]]:
         """As ``gather``, as functions that copy a part of the rows each, and one that makes the tree when all have."""
-        batch, count = _Batch([]), len(indices)
+        batch, count = _Batch(), len(indices)
         size = max(1, -(-count // parts))
-        copies = self._begun(indices, batch)
+        begun = self._begun(indices, batch)
 
         def copy(start: int) -> None:
-            for each in copies:
-                each(start, min(start + size, count))
+            for part in begun:
+                part.copy(start, min(start + size, count))
             if not start:
                 batch.leaves = self.rows.leaves(indices)
 
-        return [functools.partial(copy, start) for start in range(0, max(1, count), size)], lambda: self._tree(
-            batch, count
-        )
+        jobs = [functools.partial(copy, start) for start in range(0, max(1, count), size)]
+        return jobs, lambda: self._tree(batch, count)
 
-    def _begun(self, indices: Int64Array, batch: _Batch) -> list[Callable[[int, int], None]]:
-        """Memory for the sequences of a batch, and functions that copy those of some of its rows."""
-        copies: list[Callable[[int, int], None]] = []
-        for (group, first, members), arena in zip(self._groups, self.arenas, strict=True):
+    def _begun(self, indices: Int64Array, batch: _Batch) -> list[_Padded | _Packed]:
+        """Memory for the sequences of a batch, and what copies those of some of its rows."""
+        begun: list[_Padded | _Packed] = []
+        for (group, first, members), arena in zip(self._groups, self.arenas):  # noqa: B905 (as many)
             places = arena.places.take(indices, 0, None, "clip")
-            lengths = places[:, 2]
-            copy: Callable[..., None]
-            lead: tuple[int, ...]
-            if self._layout.is_padded:
-                longest = int(lengths.max(initial=0))
-                lead, places_of_rows, copy = (len(indices), longest), places.tolist(), _pad
+            listed = places.tolist()
+            if self._is_padded:
+                longest = max([place[2] for place in listed], default=0)
+                lead: tuple[int, ...] = (len(listed), longest)
             else:
-                offsets = np.zeros(len(indices) + 1, np.int64)
-                np.cumsum(lengths, out=offsets[1:])
+                offsets = np.empty(len(listed) + 1, np.int64)
+                offsets[0] = 0
+                places[:, 2].cumsum(out=offsets[1:])
                 batch.offsets[group.offsets] = torch.from_numpy(offsets)
-                places[:, 2] = offsets[:-1]
-                lead, places_of_rows, copy = (int(offsets[-1]),), [*places.tolist(), [0, 0, int(offsets[-1])]], _pack
-            for number, field in enumerate(members, first):
-                out = self.batches[number].take(lead[0], field.bits, (*lead[1:], *field.shape))
-                batch.values.append(field.typed(torch.from_numpy(out)))
-                flat = out.reshape(-1, *field.shape) if len(lead) > 1 and out.size else out
-                pages, pad = arena.values[number - first], self._layout.pads[number]
-                copies.append(functools.partial(copy, flat, pages, places_of_rows, lead[-1], pad))
-        return copies
+                lead = (int(offsets[-1]),)
+            number = first
+            for field, pages in zip(members, arena.values):  # noqa: B905 (as many)
+                out = self.batches[number].take(*lead)
+                values = torch.from_numpy(out)
+                batch.values.append(field.typed(values) if field.is_carried else values)
+                if self._is_padded:
+                    flat = out.reshape(lead[0] * longest, *field.shape)
+                    begun.append(_Padded(flat, pages, listed, longest, self._layout.pads[number]))
+                else:
+                    begun.append(_Packed(out, pages, listed, offsets))
+                number += 1
+        return begun
 
     def _tree(self, batch: _Batch, count: int) -> Any:
         leaves, values = batch.leaves, batch.values
         if self._layout.kind == "jagged":
             # Not in a thread: torch gives each set of offsets a number, and two threads might get the same.
             values = [
-                value for group, first, members in self._groups for value in self._jagged(batch, group, first, members)
+                torch.nested.nested_tensor_from_jagged(batch.values[number], batch.offsets[group.offsets])
+                for group, first, members in self._groups
+                for number in range(first, first + len(members))
             ]
         data = self._build([leaves[i] if i >= 0 else values[~i] for i in self.structure.leaves], count)
-        for place, (group, *_) in enumerate(self._groups, len(leaves) - len(self._groups)):
+        place = len(leaves) - len(self._groups)
+        for group, _, _ in self._groups:
             data[group.lengths] = leaves[place]
+            place += 1
         if self._layout.kind == "packed":
             data.update(batch.offsets)
         return data
-
-    def _jagged(self, batch: _Batch, group: Group, first: int, members: tuple[Field, ...]) -> list[torch.Tensor]:
-        offsets = batch.offsets[
-            group.offsets
-        ]  # one for all: tensors with the same offsets may be added up and the like
-        return [
-            torch.nested.nested_tensor_from_jagged(batch.values[number], offsets)
-            for number in range(first, first + len(members))
-        ]
 
 
 class _Batch:
@@ -227,35 +221,76 @@ class _Batch:
 
     __slots__ = ("leaves", "offsets", "values")
 
-    def __init__(self, leaves: list[torch.Tensor]) -> None:
-        self.leaves = leaves
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.offsets: dict[str, torch.Tensor] = {}
 
 
-def _pad(
-    out: Array, pages: Sequence[Array], places: Sequence[Sequence[int]], longest: int, pad: Any, start: int, stop: int
-) -> None:
-    """Copy the sequences of some rows, each at the beginning of ``longest`` tokens."""
-    at = start * longest
-    for page, first, count in places[start:stop]:
-        end = at + count
-        if count:  # without tokens, there need be no such page
-            out[at:end] = pages[page][first : first + count]
-        at += longest
-        if end < at:
-            out[end:at].fill(pad)
+class _Padded:
+    """Copies the sequences of rows, each to the beginning of as many tokens as the longest has.
+
+    Args:
+        out: ``[batch * longest, *token]``.
+        pages: values of each page.
+        places: of each row: page, first token, and how many.
+        longest: tokens of the longest.
+        pad: what goes behind each.
+    """
+
+    __slots__ = ("_longest", "_out", "_pad", "_pages", "_places")
+
+    def __init__(
+        self, out: Array, pages: Sequence[Array], places: Sequence[Sequence[int]], longest: int, pad: Any
+    ) -> None:
+        self._out = out
+        self._pages = pages
+        self._places = places
+        self._longest = longest
+        self._pad = pad
+
+    def copy(self, start: int, stop: int) -> None:
+        """Copy those of rows ``start`` to ``stop - 1`` of the batch."""
+        out, pages, longest, pad = self._out, self._pages, self._longest, self._pad
+        at = start * longest
+        for page, first, count in self._places[start:stop]:
+            end = at + count
+            if count:  # without tokens, there need be no such page
+                out[at:end] = pages[page][first : first + count]
+            at += longest
+            if end < at:
+                out[end:at].fill(pad)
 
 
-def _pack(
-    out: Array, pages: Sequence[Array], places: Sequence[Sequence[int]], tokens: int, pad: Any, start: int, stop: int
-) -> None:
-    """Copy the sequences of some rows, one after the other; places say where each begins in place of its length."""
-    page, first, at = places[start]
-    for following, beginning, end in places[start + 1 : stop + 1]:
-        if at < end:
-            out[at:end] = pages[page][first : first + end - at]
-        page, first, at = following, beginning, end
+class _Packed:
+    """Copies the sequences of rows, one after the other.
+
+    Args:
+        out: ``[tokens, *token]``.
+        pages: values of each page.
+        places: of each row: page, first token, and how many.
+        offsets: where each begins: int64 ``[batch + 1]``.
+    """
+
+    __slots__ = ("_offsets", "_out", "_pages", "_places")
+
+    def __init__(
+        self, out: Array, pages: Sequence[Array], places: Sequence[Sequence[int]], offsets: Int64Array
+    ) -> None:
+        self._out = out
+        self._pages = pages
+        self._places = places
+        self._offsets = offsets
+
+    def copy(self, start: int, stop: int) -> None:
+        """Copy those of rows ``start`` to ``stop - 1`` of the batch."""
+        out, pages = self._out, self._pages
+        at = int(self._offsets[start])
+        for page, first, count in self._places[start:stop]:
+            if count:
+                end = at + count
+                out[at:end] = pages[page][first : first + count]
+                at = end
 
 
 def _is_run(rows: Int64Array) -> bool:

@@ -16,7 +16,7 @@ from asyncbuf.rows import ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
 from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
-from asyncbuf.storage._leaf import Field, as_bits, fit
+from asyncbuf.storage._leaf import Field, as_bits, fit, scalar
 from asyncbuf.storage._row_memory import FrozenRows, RowMemory, fill, parsed
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
     from asyncbuf.batch import Draw
     from asyncbuf.rows import RowRange
-
-
-_FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
-_FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 class TensorStorage(Storage):
@@ -263,7 +259,7 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
                     leaf = leaf.numpy()
                 except (RuntimeError, TypeError):  # another device, a gradient, a dtype that numpy lacks
                     return None
-            elif batched or (leaf := _scalar(leaf, dtype)) is None:
+            elif batched or (leaf := scalar(leaf, dtype)) is None:
                 return None
         if lead is None:
             lead = leaf.shape[:1]
@@ -274,16 +270,6 @@ def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:
     if batched and not (lead and (count := lead[0])):
         return None
     return Prepared(count, count * known.row_nbytes, (arrays, known.spec, known.fields), known)
-
-
-def _scalar(leaf: Any, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any] | None:
-    """A number as an array of this dtype, where nothing can go wrong; None otherwise."""
-    if isinstance(leaf, np.generic):
-        return np.asarray(leaf)
-    kind = type(leaf)
-    if (kind is float and dtype is _FLOAT and abs(leaf) <= _FLOAT_MAX) or (kind is bool and dtype is _BOOL):
-        return np.array(leaf, dtype)
-    return None
 
 
 def _as_batch(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
