@@ -22,6 +22,7 @@ from asyncbuf import (
     ListStorage,
     Placement,
     Prepared,
+    RaggedStorage,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -35,6 +36,7 @@ from asyncbuf import (
 )
 from asyncbuf.testing import assert_same_batch, difference
 from tests.helpers import Stop, WeightedSampler, seeded, within
+from tests.storage.ragged_items import RAGGED, ragged_list
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -334,6 +336,10 @@ def passes(*, drop_last: bool = False, shuffle: bool = True) -> Callable[[int], 
     return lambda capacity: SamplerWithoutReplacement(drop_last=drop_last, shuffle=shuffle)
 
 
+def ragged_storage(layout: str) -> Callable[[int], Storage]:
+    return functools.partial(RaggedStorage, ragged=RAGGED, layout=layout)
+
+
 SAMPLERS: dict[str, Callable[[int], Sampler]] = {
     "random": lambda capacity: RandomSampler(),
     "weighted": lambda capacity: WeightedSampler(),
@@ -364,6 +370,9 @@ KINDS: dict[str, Kind] = {
     "tensordict-transform": Kind(transforms=lambda: [late, to_tensordict]),
     "user-writer": Kind(passes(), writer=ThinningWriter),
     "user-storage": Kind(FavourSampler, DictStorage, transforms=lambda: [noisy]),
+    "ragged-padded": Kind(passes(), ragged_storage("padded"), ragged_list, transforms=lambda: [late]),
+    "ragged-packed": Kind(FavourSampler, ragged_storage("packed"), ragged_list),
+    "ragged-jagged": Kind(storage=ragged_storage("jagged"), items=ragged_list, transforms=lambda: [plain, late]),
 }
 
 

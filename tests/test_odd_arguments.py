@@ -20,6 +20,7 @@ from asyncbuf import (
     Freeze,
     ListStorage,
     MinSize,
+    RaggedStorage,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -166,6 +167,19 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.load.elastic": Case(lambda b, p, v: b.load(p, elastic=v), NO_FLAG, "elastic"),
     "TensorStorage.capacity": Case(lambda b, p, v: TensorStorage(v), NO_COUNT, "capacity"),
     "TensorStorage.contiguous": Case(lambda b, p, v: TensorStorage(3, contiguous=v), NO_FLAG, "contiguous"),
+    "RaggedStorage.capacity": Case(lambda b, p, v: RaggedStorage(v, ["x"]), NO_COUNT, "capacity"),
+    "RaggedStorage.ragged": Case(
+        lambda b, p, v: RaggedStorage(3, v), ["x", 3, None, [], {}, [3], {"a": "x"}, {3: ["x"]}, ["x", "x"]], "ragged"
+    ),
+    "RaggedStorage.layout": Case(
+        lambda b, p, v: RaggedStorage(3, ["x"], layout=v), [*NO_NUMBER, None, 3, True, "flat"], "layout"
+    ),
+    "RaggedStorage.pad_value": Case(
+        lambda b, p, v: RaggedStorage(3, ["x"], pad_value=v), ["x", None, [], {"y": 1}, {"x": "x"}], "pad_value"
+    ),
+    "RaggedStorage.max_length": Case(
+        lambda b, p, v: RaggedStorage(3, ["x"], max_length=v), [*NO_NUMBER, True, 0, -1, 1.5], "max_length"
+    ),
     "ListStorage.capacity": Case(lambda b, p, v: ListStorage(v), NO_COUNT, "capacity"),
     "MinSize.items": Case(lambda b, p, v: MinSize(v), NO_COUNT, "min_size"),
     "SamplerWithoutReplacement.drop_last": Case(
@@ -282,7 +296,7 @@ async def result(made: Any) -> Any:
 def test_every_argument_is_in_the_table() -> None:
     """Of the buffer, the checkpointer and what registers: by their signatures."""
     missing = []
-    for owner in (ReplayBuffer, Checkpointer, TensorStorage, ListStorage, SamplerWithoutReplacement):
+    for owner in (ReplayBuffer, Checkpointer, TensorStorage, ListStorage, RaggedStorage, SamplerWithoutReplacement):
         for name, method in inspect.getmembers(owner, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
                 continue

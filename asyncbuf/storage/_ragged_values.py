@@ -127,7 +127,8 @@ def bits_of(field: Field | None, leaf: Any, where: str) -> Array | tuple[Array, 
         raise SchemaError(f"{path}: expected a sequence with an axis of tokens, found a single number")
     if field is None:
         return bits, dtype
-    return _shaped(field, fit(field, bits, dtype, guessed), path)
+    named = field._replace(path=path) if where else field
+    return _shaped(field, fit(named, bits, dtype, guessed), path)
 
 
 def _shaped(field: Field, bits: Array, path: str) -> Array:
@@ -143,6 +144,8 @@ def _of_numbers(field: Field | None, leaf: Any, path: str) -> Array | tuple[Arra
         array = np.array(leaf)
     except (ValueError, TypeError, RuntimeError) as error:
         raise SchemaError(f"{path}: expected a tensor, an array or a list of numbers, found {error}") from error
+    if array.dtype.kind == "f" and all(type(number) is int for number in leaf):
+        raise SchemaError(f"{path}: expected integers of 64 bits, found larger ones")
     if array.dtype.kind == "f":
         dtype = torch.get_default_dtype()
     elif (known := _DTYPES.get(array.dtype.kind)) is not None:

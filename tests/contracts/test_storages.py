@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from asyncbuf import ListStorage, Storage, TensorStorage
+from asyncbuf import ListStorage, RaggedStorage, Storage, TensorStorage
 from asyncbuf.testing import check_storage, varied_items
 from tests.contracts.broken_storages import BROKEN, ArrayStorage, Awaits, plain_items
 from tests.resume_helpers import InThreads, list_items, list_of_tensordicts, tensordict_of
+from tests.storage.ragged_items import PADS, RAGGED, expected_batch, ragged_item, ragged_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +25,17 @@ SOUND: dict[str, tuple[Callable[[int], Storage], Callable[[int, int], Any], dict
     "tensor-tensordict": (TensorStorage, tensordict_of, {}),
     "list": (ListStorage, list_items, {"keeps_references": True, "misfits": [[], "text", 3, {"a": 1}]}),
     "list-tensordict": (ListStorage, list_of_tensordicts, {"keeps_references": True}),
+    **{
+        f"ragged-{layout}": (
+            functools.partial(RaggedStorage, ragged=RAGGED, layout=layout, pad_value=PADS),
+            ragged_list,
+            {
+                "expected": lambda numbers, layout=layout: expected_batch([*map(ragged_item, numbers)], layout),
+                "misfits": [[], 3, "text", {}, {"number": torch.arange(2)}, [{"number": 1}], [ragged_item(1), None]],
+            },
+        )
+        for layout in ("padded", "packed")
+    },
     "array": (ArrayStorage, plain_items, {}),
     "array-awaits": (Awaits, plain_items, {}),
 }

@@ -137,14 +137,15 @@ def forged_metas() -> list[tuple[str, Any]]:
     for key in meta:
         found.append((f"no {key}", {name: value for name, value in meta.items() if name != key}))
         found.extend((f"{key} {value!r}", {**meta, key: value}) for value in (None, [], {}, 3, "x", [{}], [None]))
-    for name, value in [
+    wrong: list[tuple[str, Any]] = [
         ("path", "else"),
         ("path", 3),
         ("dtype", "int4"),
         ("shape", [-1]),
         ("shape", ["x"]),
         ("name", 3),
-    ]:
+    ]
+    for name, value in wrong:
         worse = copy.deepcopy(meta)
         worse["sequences"][0][name] = value
         found.append((f"sequence with {name} {value}", worse))
@@ -162,8 +163,7 @@ def test_forged_descriptions_are_refused() -> None:
     before = storage.gather(torch.arange(20))["tokens"]
     for what, meta in forged_metas():
         with pytest.raises(CheckpointError, match="expected"):
-            storage.load_state_dict({"meta": meta, "chunks": chunks if meta is not None else []})
-            pytest.fail(what)
+            storage.load_state_dict({"meta": meta, "chunks": chunks, "what": what})
     assert torch.equal(storage.gather(torch.arange(20))["tokens"], before)
 
 
@@ -183,7 +183,7 @@ def test_what_does_not_go_with_the_storage_is_a_mismatch() -> None:
     floats = other.state_dict()
     storage = RaggedStorage(ITEMS, ["tokens"])
     storage.write(storage.prepare([{"tokens": [1]}]), [RowRange(0, 0, 1)])
-    with pytest.raises(CheckpointMismatchError, match="expected items of .*int64.*found items of .*float32"):
+    with pytest.raises(CheckpointMismatchError, match=r"expected items of .*int64.*found items of .*float32"):
         storage.load_state_dict(floats)
 
 

@@ -21,7 +21,9 @@ def storage_of(page_tokens: int, monkeypatch: pytest.MonkeyPatch, rows: int = RO
 
 
 def write(storage: RaggedStorage, lengths: list[int], rows: list[int]) -> None:
-    prepared = storage.prepare([{"tokens": torch.full((length,), row)} for length, row in zip(lengths, rows)])
+    prepared = storage.prepare(
+        [{"tokens": torch.full((length,), row)} for length, row in zip(lengths, rows, strict=True)]
+    )
     order = np.argsort(rows)
     if (np.diff(np.array(rows)[order]) == 1).all() and (order == np.arange(len(rows))).all():
         storage.write(prepared, [RowRange(rows[0], 0, len(rows))])
@@ -55,7 +57,7 @@ def test_memory_is_bounded_in_whatever_order_rows_are_written(
             rows = sorted(choose.sample(range(ROWS if order == "random" or step < 300 else 30), count))
         sizes = [choose.randrange(longest) for _ in rows]
         write(storage, sizes, rows)
-        lengths.update(zip(rows, sizes))
+        lengths.update(zip(rows, sizes, strict=True))
         bound = 2 * sum(lengths.values()) + (_arena._SLACK_PAGES + _arena._SPARE_PAGES + 2) * 128
         assert storage.tokens == sum(lengths.values())
         assert storage.nbytes <= 8 * bound
