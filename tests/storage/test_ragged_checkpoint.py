@@ -136,7 +136,8 @@ def forged_metas() -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = [("text", "x"), ("number", 3), ("empty", {})]
     for key in meta:
         found.append((f"no {key}", {name: value for name, value in meta.items() if name != key}))
-        found.extend((f"{key} {value!r}", {**meta, key: value}) for value in (None, [], {}, 3, "x", [{}], [None]))
+        strange: list[Any] = [None, [], {}, 3, "x", [{}], [None]]
+        found.extend((f"{key} {value!r}", {**meta, key: value}) for value in strange)
     wrong: list[tuple[str, Any]] = [
         ("path", "else"),
         ("path", 3),
