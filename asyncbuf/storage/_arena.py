@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Values = np.ndarray[Any, Any]
 
-PAGE_BYTES = 1024 * 1024
+PAGE_BYTES = 256 * 1024
 # A sequence that does not fit into the rest of a page and is larger than this part of one gets a page of its own.
 _LARGE_PART = 4
 # So many pages are kept for sequences to come, though nothing is in them.
@@ -139,13 +139,13 @@ class Arena:
         self._rows[page].append(row)
         self._live[page] += length
         self.live += length
-        self.compact(2)
+        self.compact(1)
 
     def put(self, rows: Int64Array, lengths: Int64Array, sources: Sequence[Sequences], item: int) -> None:
         """Give different rows sequences: those from number ``item`` of each source on."""
         self.free(rows)
         self._append(rows, lengths, sources, item)
-        self.compact(2 + 4 * int(lengths.sum()) // self.page_tokens)
+        self.compact(1 + 4 * int(lengths.sum()) // self.page_tokens)
 
     def _append(self, rows: Int64Array, lengths: Int64Array, sources: Sequence[Sequences], item: int) -> None:
         ends = np.cumsum(lengths)

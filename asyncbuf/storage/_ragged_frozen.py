@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from asyncbuf.storage._ragged_items import Group
     from asyncbuf.storage._ragged_memory import RaggedMemory
 
-# How finely it is noted which rows were written, and how many are copied aside together.
+# How finely it is noted which rows were written, and how many are copied aside together: so many rows, or more if there
+# would be too many steps to note.
 STEP_ROWS = 16
+_MOST_STEPS = 1 << 15
 # A chunk has at most so many rows, and fewer where they are large: a half, a quarter and so on.
 _CHUNK_ROWS = 4096
 _SPARE_CHUNKS = 8
@@ -45,6 +47,7 @@ class FrozenRagged:
         groups: which sequences have the same lengths.
         kept: the blocks of the rows, and behind them the places of each arena.
         count: number of rows.
+        step: as ``step_of``.
         identity: says that of the chunk of some rows.
     """
 
@@ -54,12 +57,14 @@ class FrozenRagged:
         groups: Sequence[Group],
         kept: CopyOnWrite,
         count: int,
+        step: int,
         identity: Callable[[int, int], str],
     ) -> None:
         structure = memory.structure
         self._rows = FrozenRows(memory.rows, kept, count)
         self._kept = kept
         self._count = count
+        self._step = step
         self._identity = identity
         self._blocks = len(memory.rows.blocks)
         self._token_nbytes = [arena.token_nbytes for arena in memory.arenas]
@@ -88,7 +93,7 @@ class FrozenRagged:
             ends[1 : last - first + 1] = self._row_nbytes
             for places, nbytes in zip(self._places(first, last), self._token_nbytes, strict=True):
                 ends[1 : last - first + 1] += places[:, 2] * nbytes
-            for start, stop in _halves(np.cumsum(ends), 0, _CHUNK_ROWS):
+            for start, stop in _halves(np.cumsum(ends), 0, _CHUNK_ROWS, self._step):
                 start, stop = first + start, min(first + stop, last)
                 if start < stop:
                     yield Chunk(self._identity(start, stop), functools.partial(self._tensors, start, stop, spare))
@@ -121,14 +126,22 @@ class FrozenRagged:
         return tensors
 
 
-def _halves(ends: Int64Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def step_of(capacity: int) -> int:
+    """How many rows are noted and copied aside together."""
+    step = STEP_ROWS
+    while step < _CHUNK_ROWS and capacity > step * _MOST_STEPS:
+        step *= 2
+    return step
+
+
+def _halves(ends: Int64Array, start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     """Cut rows in halves until no piece is too large. So what changes in one half does not move cuts in the other."""
-    if ends[stop] - ends[start] <= CHUNK_BYTES or stop - start <= STEP_ROWS:
+    if ends[stop] - ends[start] <= CHUNK_BYTES or stop - start <= step:
         yield start, stop
         return
     middle = (start + stop) // 2
-    yield from _halves(ends, start, middle)
-    yield from _halves(ends, middle, stop)
+    yield from _halves(ends, start, middle, step)
+    yield from _halves(ends, middle, stop, step)
 
 
 def _pieces(places: Int64Array) -> list[list[int]]:

@@ -118,7 +118,7 @@ class RaggedMemory:
         for arena, lengths in zip(self.arenas, self._lengths, strict=True):
             lengths[rows] = 0
             arena.free(rows)
-            arena.compact(2)
+            arena.compact(1)
 
     def forget(self, start: int, stop: int) -> None:
         """Rows that were not in use have no tokens."""

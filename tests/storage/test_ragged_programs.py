@@ -11,7 +11,7 @@ import torch
 from asyncbuf import RaggedStorage, RowRange
 from asyncbuf.batch import Draw
 from asyncbuf.rows import ScatteredRows
-from asyncbuf.storage import GatherJobs, _arena, ragged
+from asyncbuf.storage import GatherJobs, _arena, _ragged_frozen
 from asyncbuf.testing.compare import difference
 from tests.storage.ragged_items import PADS, RAGGED, columns_of, expected_batch, ragged_item, ragged_list
 
@@ -141,6 +141,8 @@ def test_a_storage_does_what_a_dict_does(page_bytes: int, seeds: range, monkeypa
     """Pages of a few sequences, so that rows move all the time; and one page for all."""
     monkeypatch.setattr(_arena, "PAGE_BYTES", page_bytes)
     monkeypatch.setattr(_arena, "_SLACK_PAGES", 0)
-    monkeypatch.setattr(ragged, "STEP_ROWS", 1)  # or what is written next to a row that moves would keep its place
+    monkeypatch.setattr(
+        _ragged_frozen, "STEP_ROWS", 1
+    )  # or what is written next to a row that moves would keep its place
     for seed in seeds:
         Program(seed).run(30)
