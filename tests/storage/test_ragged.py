@@ -407,12 +407,12 @@ async def test_depth_workers_and_latency_do_not_show(layout: str) -> None:
 
     items = [{"tokens": torch.arange(i * 211) % 97, "number": i} for i in range(60)]
     streams = []
-    for depth, workers in [(0, 1), (3, 1), (8, 3)]:
+    for depth, workers in [(0, 1), (8, 3)]:
         storage = RaggedStorage(40, ["tokens"], layout=layout)
         settings: dict[str, Any] = {"batch_size": 24, "prefetch": depth, "workers": workers, "generator": seeded()}
         async with ReplayBuffer(storage, transform=late, **settings) as buffer:
             await buffer.extend(items[20:])
-            streams.append([await buffer.sample() for _ in range(12)])
+            streams.append([await buffer.sample() for _ in range(6)])
     for stream in streams[1:]:
         for found, expected in zip(stream, streams[0], strict=True):
             assert_same_batch(found, expected)
