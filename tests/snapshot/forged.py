@@ -15,6 +15,7 @@ from asyncbuf import (
     ListStorage,
     NotYet,
     Placement,
+    RaggedStorage,
     RandomSampler,
     ReplayBuffer,
     RowRange,
@@ -24,6 +25,7 @@ from asyncbuf import (
 )
 from tests.helpers import seeded
 from tests.resume_helpers import items_of, list_items
+from tests.storage.ragged_items import RAGGED, ragged_list
 
 if TYPE_CHECKING:
     import random
@@ -131,6 +133,10 @@ async def objects(buffer: ReplayBuffer, count: int) -> None:
     await buffer.extend(list_items(count))
 
 
+async def sequences(buffer: ReplayBuffer, count: int) -> None:
+    await buffer.extend(ragged_list(count))
+
+
 def _buffer(storage: Any, **settings: Any) -> ReplayBuffer:
     return ReplayBuffer(storage, batch_size=3, prefetch=2, generator=seeded(), **settings)
 
@@ -141,6 +147,8 @@ KINDS: dict[str, Callable[[], ReplayBuffer]] = {
     "tensors, in order": lambda: _buffer(TensorStorage(ITEMS), sampler=SamplerWithoutReplacement(shuffle=False)),
     "tensors, gaps": lambda: _buffer(TensorStorage(ITEMS), writer=BackwardsWriter(), limiter=Patient()),
     "tensors, joins": lambda: _buffer(TensorStorage(ITEMS), sampler=JoiningSampler()),
+    "ragged, padded": lambda: _buffer(RaggedStorage(ITEMS, RAGGED)),
+    "ragged, jagged": lambda: _buffer(RaggedStorage(ITEMS, RAGGED, layout="jagged")),
     "objects, random": lambda: _buffer(ListStorage(ITEMS)),
     "objects, passes": lambda: _buffer(ListStorage(ITEMS), sampler=SamplerWithoutReplacement(drop_last=True)),
     "objects, joins": lambda: _buffer(ListStorage(ITEMS), sampler=JoiningSampler(), transform=Checked()),
@@ -148,7 +156,7 @@ KINDS: dict[str, Callable[[], ReplayBuffer]] = {
 
 
 def write_of(kind: str) -> Any:
-    return objects if kind.startswith("objects") else tensors
+    return {"objects": objects, "ragged": sequences, "tensors": tensors}[kind.partition(",")[0]]
 
 
 async def used(kind: str, removed: int) -> ReplayBuffer:
