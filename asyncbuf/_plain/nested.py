@@ -46,10 +46,14 @@ def from_parts(parts: Any) -> torch.Tensor:
     if not is_dense or not _are_numbers(offsets) or not len(offsets):
         raise CheckpointCorruptError("expected values and offsets of a jagged tensor, found something else")
     size, steps = values.shape[axis - 1], offsets.diff()
-    is_sound = bool(offsets[0] == 0) and bool(offsets[-1] == size) and bool((steps >= 0).all())
-    if is_sound and lengths is not None:
-        is_sound = _are_numbers(lengths) and lengths.shape == steps.shape
-        is_sound = is_sound and bool(((lengths >= 0) & (offsets[:-1] + lengths <= size)).all())
+    # Each by itself before any are added up, so that no sum overflows. There may be values that are in no row.
+    is_sound = bool(((offsets >= 0) & (offsets <= size)).all())
+    if lengths is None:
+        is_sound = is_sound and bool((steps >= 0).all())
+    else:
+        is_sound = is_sound and _are_numbers(lengths) and lengths.shape == steps.shape
+        is_sound = is_sound and bool(((lengths >= 0) & (lengths <= size)).all())
+        is_sound = is_sound and bool((offsets[:-1] + lengths <= size).all())
     if not is_sound:
         raise CheckpointCorruptError(f"expected offsets of a jagged tensor from 0 to {size}, found others")
     made: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, axis)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 
 from asyncbuf._runtime.arguments import count as whole
 from asyncbuf._runtime.arguments import shown
@@ -23,8 +24,6 @@ from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    import torch
 
     from asyncbuf.batch import Draw
     from asyncbuf.rows import Int64Array
@@ -100,6 +99,9 @@ class RaggedStorage(Storage):
         if layout not in _LAYOUTS:
             raise ValueError(f"layout: expected one of {list(_LAYOUTS)}, found {shown(layout)}")
         self._layout = layout
+        if layout == "jagged":
+            # The first one of a process makes torch import for half a second: now, and not while batches are made.
+            torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
         self._pads = _pads_of(pad_value, [path for group in self._groups for path in group.paths])
         self._max_length = None if max_length is None else whole(max_length, "max_length", 1)
         self._expected = 0
