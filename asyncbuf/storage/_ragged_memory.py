@@ -77,6 +77,7 @@ class RaggedMemory:
             number += len(members)
         self.batches = [BatchBytes(field) for field in structure.ragged]
         self._lengths = self.rows.columns[len(fixed) - len(groups) :]
+        self._has_leaves = len(fixed) > len(groups)
         self._layout = layout
         self._is_padded = layout.kind == "padded"
         self._build = builder(structure.spec)
@@ -141,7 +142,8 @@ class RaggedMemory:
     def gather(self, indices: Int64Array) -> Any:
         """Rows in memory that nobody else sees."""
         batch = _Batch()
-        batch.leaves = self.rows.leaves(indices)
+        if self._has_leaves:
+            batch.leaves = self.rows.leaves(indices)
         for part in self._begun(indices, batch):
             part.copy(0, len(indices))
         return self._tree(batch, len(indices))
@@ -157,7 +159,7 @@ class RaggedMemory:
         def copy(start: int) -> None:
             for part in begun:
                 part.copy(start, min(start + size, count))
-            if not start:
+            if not start and self._has_leaves:
                 batch.leaves = self.rows.leaves(indices)
 
         jobs = [functools.partial(copy, start) for start in range(0, max(1, count), size)]
@@ -169,6 +171,7 @@ class RaggedMemory:
         for (group, first, members), arena in zip(self._groups, self.arenas):  # noqa: B905 (as many)
             places = arena.places.take(indices, 0, None, "clip")
             listed = places.tolist()
+            batch.lengths.append(torch.from_numpy(places[:, 2].copy()))
             if self._is_padded:
                 longest = max([place[2] for place in listed], default=0)
                 lead: tuple[int, ...] = (len(listed), longest)
@@ -201,10 +204,8 @@ class RaggedMemory:
                 for number in range(first, first + len(members))
             ]
         data = self._build([leaves[i] if i >= 0 else values[~i] for i in self.structure.leaves], count)
-        place = len(leaves) - len(self._groups)
-        for group, _, _ in self._groups:
-            data[group.lengths] = leaves[place]
-            place += 1
+        for (group, _, _), lengths in zip(self._groups, batch.lengths):  # noqa: B905 (as many)
+            data[group.lengths] = lengths
         if self._layout.kind == "packed":
             data.update(batch.offsets)
         return data
@@ -214,15 +215,17 @@ class _Batch:
     """A batch on its way.
 
     Attributes:
-        leaves: the leaves of a fixed shape, and the lengths.
+        leaves: the leaves of a fixed shape, if there are any.
+        lengths: of each group, int64 ``[batch]``.
         values: the sequences, by ragged field.
         offsets: by key, int64 ``[batch + 1]``; none where sequences are padded.
     """
 
-    __slots__ = ("leaves", "offsets", "values")
+    __slots__ = ("leaves", "lengths", "offsets", "values")
 
     def __init__(self) -> None:
         self.leaves: list[torch.Tensor] = []
+        self.lengths: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.offsets: dict[str, torch.Tensor] = {}
 
