@@ -28,6 +28,10 @@ from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
+    FrameStack,
+    Hindsight,
+    JoinedSampler,
+    NStep,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -59,12 +63,16 @@ __all__ = [
     "Container",
     "Counters",
     "Draw",
+    "FrameStack",
     "Freeze",
     "FreezeState",
     "GatherJobs",
+    "Hindsight",
+    "JoinedSampler",
     "Limiter",
     "ListStorage",
     "MinSize",
+    "NStep",
     "NotYet",
     "Placement",
     "PrefetchError",
