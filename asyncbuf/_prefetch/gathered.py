@@ -59,8 +59,10 @@ def arranged(draw: Draw, parts: Sequence[Any], *, are_items: bool) -> Any:
         data = shaped(data, draw.shape)
     if not draw.joins:
         return data
-    joins = zip(draw.joins.items(), parts[1:], strict=True)
-    return Gathered(draw, data, {name: shaped(part, indices.shape) for (name, indices), part in joins})
+    joined = {}
+    for (name, indices), part in zip(draw.joins.items(), parts[1:], strict=True):
+        joined[name] = part if indices.ndim == 1 else shaped(part, indices.shape)
+    return Gathered(draw, data, joined)
 
 
 def shaped(data: Any, shape: Sequence[int]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -214,14 +214,10 @@ class Spans:
         return found
 
 
-def steps_on(links: RowArray, rows: Int64Array, count: int) -> list[Int64Array]:
-    """Rows, and those that 1, 2, ... links lead to; the last one of a chain is repeated: ``count`` arrays ``[n]``."""
-    found = [rows]
-    for _ in range(count - 1):
-        found.append(links.take(found[-1]).astype(np.int64))
+def steps_on(links: RowArray, rows: Int64Array, count: int) -> Int64Array:
+    """Rows, and those that 1, 2, ... links lead to; the last one of a chain is repeated: int64 ``[count, n]``."""
+    found = np.empty((count, len(rows)), np.int64)
+    found[0] = rows
+    for step in range(1, count):
+        found[step] = links.take(found[step - 1])
     return found
-
-
-def stacked(parts: list[Int64Array]) -> Int64Array:
-    """Arrays ``[n]`` as columns: int64 ``[n, parts]``."""
-    return np.stack(parts, axis=1)

@@ -9,7 +9,7 @@ import torch
 
 from asyncbuf._runtime.arguments import count, shown
 from asyncbuf.sampler._join import Join, JoinedRows, path, put, taken
-from asyncbuf.sampler._spans import stacked, steps_on
+from asyncbuf.sampler._spans import steps_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,7 @@ class FrameStack(Join):
             return
         if self._is_next_stored:
             way = steps_on(prev, drawn.last, max(1, self._k - 1))
-            self._join(_NEXT, [drawn.last, *way][: self._k], drawn, ways_from=1)
+            self._join(_NEXT, np.concatenate([drawn.last[None], way])[: self._k], drawn, ways_from=1)
             return
         following = links.episodes.next.take(drawn.last).astype(np.int64)
         has_next = following != drawn.last
@@ -84,12 +84,12 @@ class FrameStack(Join):
         way = steps_on(prev, following, self._k)
         if not has_next.all():
             # The frame of the item itself stands in for the one that is not there.
-            way = [np.where(has_next, new, old) for new, old in zip(way, [following, *way], strict=False)]
+            way = np.where(has_next, way, np.concatenate([following[None], way[:-1]]))
         self._join(_NEXT, way, drawn, ways_from=1)
 
-    def _join(self, name: str, way: list[Int64Array], drawn: JoinedRows, ways_from: int = 0) -> None:
+    def _join(self, name: str, way: Int64Array, drawn: JoinedRows, ways_from: int = 0) -> None:
         """Join rows from the newest to the oldest, those from ``ways_from`` on each before the one ahead of it."""
-        drawn.joins[name] = stacked(way[::-1])
+        drawn.joins[name] = way[::-1].T.copy()
         if self._pads_with_zeros:
             mask = np.ones((len(way[0]), self._k), np.bool_)
             for age in range(ways_from + 1, self._k):

@@ -71,7 +71,7 @@ class NStep(Join):
         self._terminated = None if ends is None else Column(ends)
         last = [*paths(next_keys, "next_keys", example="next_obs"), *paths(keys, "keys", example="truncated")]
         self._last_keys = tuple(dict.fromkeys([*last, *(() if ends is None else (ends,))]))
-        self._powers = self._gamma ** np.arange(self._n + 1)
+        self._powers = self._gamma ** np.arange(self._n + 1)  # float64
         self._columns = [self._reward, *(() if self._terminated is None else (self._terminated,))]
         self.columns: tuple[str, ...] = tuple(column.path for column in self._columns)
 
@@ -88,14 +88,15 @@ class NStep(Join):
     def draw(self, links: Links, drawn: JoinedRows, generator: torch.Generator) -> None:
         """Add up rewards, and join the last rows."""
         way = steps_on(links.episodes.next, drawn.rows, self._n)
-        rewards = self._reward.take(drawn.rows)
-        total = rewards.astype(np.float64)
-        steps = np.ones(len(drawn.rows), np.int64)
-        for k in range(1, self._n):
-            goes_on = way[k] != way[k - 1]
-            steps += goes_on
-            more = self._reward.take(way[k]) * self._powers.item(k)
-            total += more * goes_on if more.ndim == 1 else more * goes_on.reshape(-1, *[1] * (more.ndim - 1))
+        rewards = self._reward.take(way)
+        if self._n == 1:
+            steps, total = np.ones(len(drawn.rows), np.int64), rewards[0].copy()
+        else:
+            goes_on = way[1:] != way[:-1]  # after the last item, the way stays where it is
+            steps = np.add.reduce(goes_on, axis=0, dtype=np.int64) + 1
+            weights = goes_on * self._powers[1 : self._n, None]
+            more = rewards[1:] * weights.reshape(*weights.shape, *[1] * (rewards.ndim - 2))
+            total = np.add.reduce(more, axis=0) + rewards[0]
         drawn.last = way[-1]
         discounts = self._powers.take(steps)
         if self._terminated is not None:
@@ -104,7 +105,7 @@ class NStep(Join):
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
         drawn.info["steps"] = torch.from_numpy(steps)
         drawn.info["discount"] = torch.from_numpy(discounts.astype(np.float32))
-        drawn.info["return"] = torch.from_numpy(total.astype(kind))
+        drawn.info["return"] = torch.from_numpy(total.astype(kind, copy=False))
         if self._last_keys:
             drawn.joins["n_step"] = drawn.last
 
