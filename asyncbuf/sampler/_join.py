@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.codec import dtype_name
-from asyncbuf._runtime.arguments import shown
+from asyncbuf._runtime.summary import summary
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
 
 if TYPE_CHECKING:
@@ -200,39 +200,23 @@ class Column:
 
 
 def taken(data: Any, path: str) -> Any:
-    """The leaf or tree at a path of nested dicts."""
+    """The leaf or tree at a path of nested dicts.
+
+    Raises:
+        SchemaError: there is none.
+    """
+    found = data
     for key in path.split("/"):
-        data = data[key]
-    return data
+        if not hasattr(found, "keys") or key not in found.keys():  # noqa: SIM118 (a TensorDict has no other way)
+            raise SchemaError(f"expected items with the field {path!r}, which is joined; found {summary(data)}")
+        found = found[key]
+    return found
 
 
 def put(data: Any, path: str, value: Any) -> None:
     """Put something at a path of nested dicts. Those on the way become copies, which share their leaves."""
     *ways, last = path.split("/")
     for key in ways:
-        data[key] = data[key].copy()
+        data[key] = data[key].copy() if key in data.keys() else {}  # noqa: SIM118
         data = data[key]
     data[last] = value
-
-
-def paths(value: Any, name: str, *, example: str) -> tuple[str, ...]:
-    """Check an argument that is the path of a field, or several.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
-    if not all(isinstance(path, str) and path for path in found):
-        raise TypeError(f"{name}: expected the path of a field such as {example!r}, or several, found {shown(value)}")
-    return found
-
-
-def path(value: Any, name: str, *, example: str) -> str:
-    """Check an argument that is the path of a field.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{name}: expected the path of a field such as {example!r}, found {shown(value)}")
-    return value

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from asyncbuf._runtime.arguments import field_path, field_paths
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
 
 if TYPE_CHECKING:
@@ -59,11 +60,9 @@ class ItemKeys:
     """
 
     def __init__(self, end_key: str | Sequence[str] | None, trajectory_key: str | None) -> None:
-        ends = () if end_key is None else (end_key,) if isinstance(end_key, str) else tuple(end_key)
-        if not all(isinstance(key, str) for key in ends):
-            raise TypeError(f"end_key: expected the path of a field, or several, found {end_key!r}")
-        if not isinstance(trajectory_key, str | None):
-            raise TypeError(f"trajectory_key: expected the path of a field, found {trajectory_key!r}")
+        ends = () if end_key is None else field_paths(end_key, "end_key", example="done")
+        if trajectory_key is not None:
+            field_path(trajectory_key, "trajectory_key", example="env")
         if not ends and trajectory_key is None:
             raise ValueError('expected an end_key such as "done", or a trajectory_key such as "env"; found neither')
         self._ends = ends

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf._runtime.arguments import count, shown
-from asyncbuf.sampler._join import Join, JoinedRows, path, put, taken
+from asyncbuf._runtime.arguments import count, field_path, shown
+from asyncbuf.sampler._join import Join, JoinedRows, put, taken
 from asyncbuf.sampler._spans import steps_on
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class FrameStack(Join):
         pad: str = "first",
     ) -> None:
         self._k = count(k, "k", 1, example=4)
-        self._key = path(key, "key", example="obs")
-        self._next_key = None if next_key is None else path(next_key, "next_key", example="next_obs")
+        self._key = field_path(key, "key", example="obs")
+        self._next_key = None if next_key is None else field_path(next_key, "next_key", example="next_obs")
         if not isinstance(is_next_stored, bool):
             raise TypeError(f"is_next_stored: expected a bool, found {shown(is_next_stored)}")
         if is_next_stored and next_key is None:

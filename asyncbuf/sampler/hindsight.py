@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf._runtime.arguments import shown
+from asyncbuf._runtime.arguments import field_path, field_paths, shown
 from asyncbuf.errors import SchemaError
-from asyncbuf.sampler._join import Join, JoinedRows, path, paths, put, taken
+from asyncbuf.sampler._join import Join, JoinedRows, put, taken
 from asyncbuf.sampler.n_step import NStep
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class Hindsight(Join):
         self._reward_fn = reward_fn
         self._strategy = strategy
         self._share = share
-        self._goal_keys = paths(goal_key, "goal_key", example="obs/desired_goal")
-        self._achieved_key = path(achieved_key, "achieved_key", example="next_obs/achieved_goal")
-        self._reward_key = path(reward_key, "reward_key", example="reward")
+        self._goal_keys = field_paths(goal_key, "goal_key", example="obs/desired_goal")
+        self._achieved_key = field_path(achieved_key, "achieved_key", example="next_obs/achieved_goal")
+        self._reward_key = field_path(reward_key, "reward_key", example="reward")
 
     def follows(self, joins: Sequence[Join]) -> None:
         """Refuse n-step returns, whose rewards would belong to the old goal."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields
-from asyncbuf._runtime.arguments import count, shown
-from asyncbuf.sampler._join import Column, Join, JoinedRows, path, paths, put, taken
+from asyncbuf._runtime.arguments import count, field_path, field_paths, shown
+from asyncbuf.sampler._join import Column, Join, JoinedRows, put, taken
 from asyncbuf.sampler._spans import steps_on
 
 if TYPE_CHECKING:
@@ -66,14 +66,25 @@ class NStep(Join):
     ) -> None:
         self._n = count(n, "n", 1, example=3)
         self._gamma = discount(gamma)
-        self._reward = Column(path(reward_key, "reward_key", example="reward"))
-        ends = None if terminated_key is None else path(terminated_key, "terminated_key", example="terminated")
+        self._reward = Column(field_path(reward_key, "reward_key", example="reward"))
+        ends = None if terminated_key is None else field_path(terminated_key, "terminated_key", example="terminated")
         self._terminated = None if ends is None else Column(ends)
-        last = [*paths(next_keys, "next_keys", example="next_obs"), *paths(keys, "keys", example="truncated")]
+        last = [
+            *field_paths(next_keys, "next_keys", example="next_obs"),
+            *field_paths(keys, "keys", example="truncated"),
+        ]
         self._last_keys = tuple(dict.fromkeys([*last, *(() if ends is None else (ends,))]))
         self._powers = self._gamma ** np.arange(self._n + 1)  # float64
         self._columns = [self._reward, *(() if self._terminated is None else (self._terminated,))]
         self.columns: tuple[str, ...] = tuple(column.path for column in self._columns)
+
+    def follows(self, joins: Sequence[Join]) -> None:
+        """Refuse joins that must come after this one."""
+        names = [type(join).__name__ for join in joins]
+        if "FrameStack" in names:
+            raise ValueError("joins: expected NStep ahead of FrameStack, whose frames come after its last step")
+        if "Hindsight" in names:
+            raise ValueError("NStep: expected no Hindsight beside it, whose rewards are those of one step; found one")
 
     def check_write(self, event: WriteEvent) -> None:
         """Refuse rewards of another shape than those before."""
