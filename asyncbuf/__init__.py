@@ -1,6 +1,7 @@
 """A replay buffer and prefetching sampler for asyncio training loops on PyTorch."""
 
 from asyncbuf import integrations as integrations
+from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -73,6 +74,7 @@ __all__ = [
     "ListStorage",
     "MinSize",
     "NStep",
+    "NStepAdder",
     "NotYet",
     "Placement",
     "PrefetchError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from asyncbuf._runtime.arguments import field_path, field_paths
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from asyncbuf.rows import Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._episodes import Cut, Episodes, Joined, Pieces
@@ -99,7 +99,10 @@ class ItemKeys:
 
     def of(self, event: WriteEvent) -> tuple[Int64Array | None, BoolArray | None]:
         """As ``of_one``, for the items of a write: int64 ``[offered]`` and bool ``[offered]``, None where no key is."""
-        offered = event.offered
+        return self.of_columns(event.offered)
+
+    def of_columns(self, offered: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Int64Array | None, BoolArray | None]:
+        """As ``of``, for columns by path."""
         ends: BoolArray | None = None
         for path in self._ends:
             here = offered[path].reshape(-1) != 0

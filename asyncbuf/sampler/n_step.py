@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import Rows, WriteEvent
+    from asyncbuf.rows import Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._spans import Links
 
 
@@ -50,6 +50,10 @@ class NStep(Join):
             with a ``FrameStack`` that makes it.
         keys: paths of more fields that the batch has of the last step, such as ``"truncated"``.
 
+    Attributes:
+        n: most steps.
+        last_keys: paths of all fields that the batch has of the last step.
+
     Raises:
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
     """
@@ -64,7 +68,7 @@ class NStep(Join):
         next_keys: str | Sequence[str] = ("next_obs",),
         keys: str | Sequence[str] = (),
     ) -> None:
-        self._n = count(n, "n", 1, example=3)
+        self.n: int = count(n, "n", 1, example=3)
         self._gamma = discount(gamma)
         self._reward = Column(field_path(reward_key, "reward_key", example="reward"))
         ends = None if terminated_key is None else field_path(terminated_key, "terminated_key", example="terminated")
@@ -73,10 +77,20 @@ class NStep(Join):
             *field_paths(next_keys, "next_keys", example="next_obs"),
             *field_paths(keys, "keys", example="truncated"),
         ]
-        self._last_keys = tuple(dict.fromkeys([*last, *(() if ends is None else (ends,))]))
-        self._powers = self._gamma ** np.arange(self._n + 1)  # float64
+        self.last_keys: tuple[str, ...] = tuple(dict.fromkeys([*last, *(() if ends is None else (ends,))]))
+        self._powers = self._gamma ** np.arange(self.n + 1)  # float64
         self._columns = [self._reward, *(() if self._terminated is None else (self._terminated,))]
         self.columns: tuple[str, ...] = tuple(column.path for column in self._columns)
+
+    @property
+    def reward_key(self) -> str:
+        """Path of the reward."""
+        return self._reward.path
+
+    @property
+    def terminated_key(self) -> str | None:
+        """Path of the field that is true for an item after which there is no value; None if there is none."""
+        return None if self._terminated is None else self._terminated.path
 
     def follows(self, joins: Sequence[Join]) -> None:
         """Refuse joins that must come after this one."""
@@ -98,27 +112,44 @@ class NStep(Join):
 
     def draw(self, links: Links, drawn: JoinedRows, generator: torch.Generator) -> None:
         """Add up rewards, and join the last rows."""
-        way = steps_on(links.episodes.next, drawn.rows, self._n)
-        rewards = self._reward.take(way)
-        if self._n == 1:
-            steps, total = np.ones(len(drawn.rows), np.int64), rewards[0].copy()
+        way = steps_on(links.episodes.next, drawn.rows, self.n)
+        drawn.last = way[-1]
+        ended = None if self._terminated is None else self._terminated.take(drawn.last)
+        total, steps, discounts = self.computed(way, self._reward.take(way), ended)
+        drawn.info["steps"] = torch.from_numpy(steps)
+        drawn.info["discount"] = torch.from_numpy(discounts)
+        drawn.info["return"] = torch.from_numpy(total)
+        if self.last_keys:
+            drawn.joins["n_step"] = drawn.last
+
+    def computed(
+        self, way: Int64Array, rewards: np.ndarray[Any, Any], ended: np.ndarray[Any, Any] | None
+    ) -> tuple[np.ndarray[Any, Any], Int64Array, np.ndarray[Any, np.dtype[np.float32]]]:
+        """Add up rewards.
+
+        Args:
+            way: the rows or positions of the steps, int64 ``[n, items]``; behind the last step of a trajectory, that is
+                repeated.
+            rewards: those of the steps, ``[n, items, ...]``.
+            ended: whether the last step of each is terminated, ``[items, ...]``; None if none is.
+
+        Returns:
+            The sums ``[items, ...]``, in the dtype of the rewards, or float32 where those are no floats; numbers of
+            steps, int64 ``[items]``; discounts, float32 ``[items]``.
+        """
+        if self.n == 1:
+            steps, total = np.ones(way.shape[1], np.int64), rewards[0].copy()
         else:
             goes_on = way[1:] != way[:-1]  # after the last item, the way stays where it is
             steps = np.add.reduce(goes_on, axis=0, dtype=np.int64) + 1
-            weights = goes_on * self._powers[1 : self._n, None]
+            weights = goes_on * self._powers[1 : self.n, None]
             more = rewards[1:] * weights.reshape(*weights.shape, *[1] * (rewards.ndim - 2))
             total = np.add.reduce(more, axis=0) + rewards[0]
-        drawn.last = way[-1]
         discounts = self._powers.take(steps)
-        if self._terminated is not None:
-            ended = self._terminated.take(drawn.last)
+        if ended is not None:
             discounts[ended.reshape(len(ended), -1).any(axis=1) if ended.ndim > 1 else ended != 0] = 0.0
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
-        drawn.info["steps"] = torch.from_numpy(steps)
-        drawn.info["discount"] = torch.from_numpy(discounts.astype(np.float32))
-        drawn.info["return"] = torch.from_numpy(total.astype(kind, copy=False))
-        if self._last_keys:
-            drawn.joins["n_step"] = drawn.last
+        return total.astype(kind, copy=False), steps, discounts.astype(np.float32)
 
     def state_dict(self, rows: int) -> dict[str, Any]:
         """The rewards, and which items are terminated."""
@@ -141,7 +172,7 @@ class NStep(Join):
 
     def combine(self, draw: Draw, data: Any, joined: Mapping[str, Any]) -> Any:
         """Put the returns, and what belongs to the last step, in the places of the first."""
-        for key in self._last_keys:
+        for key in self.last_keys:
             put(data, key, taken(joined["n_step"], key))
         put(data, self._reward.path, draw.info["return"].clone())
         return data
