@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 _CHILDREN = 128
+_EACH_CHILD = np.arange(_CHILDREN)
 _NO_ITEM = -1
 
 
@@ -45,6 +46,7 @@ class LeastRows:
         self._changed: list[Int64Array] = []
         self._pending = 0
         self._is_stale = True  # every node is to be computed
+        self._least: tuple[int, float] | None = None
 
     @property
     def values(self) -> Float64Array:
@@ -58,6 +60,7 @@ class LeastRows:
         """Put items into rows, each of which is given once; an infinite value and -1 for no item."""
         self._values[rows] = values
         self._numbers[rows] = numbers
+        self._least = None
         if self._is_stale:
             return
         self._changed.append(rows)
@@ -66,36 +69,41 @@ class LeastRows:
             self._is_stale, self._changed, self._pending = True, [], 0
 
     def _update(self) -> None:
+        changed = self._changed
         if self._is_stale:
             nodes = np.arange(len(self._values) - 1)
-        elif not self._changed:
+        elif not changed:
             return
         else:
-            nodes = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
+            nodes = changed[0] if len(changed) == 1 else np.concatenate(changed)
         self._is_stale, self._changed, self._pending = False, [], 0
         below: Int64Array | None = None
         for level in self._levels:
             nodes = nodes // _CHILDREN
             if len(nodes) > 1:
                 nodes = np.unique(nodes)
-            rows = nodes[:, None] * _CHILDREN + np.arange(_CHILDREN)
+            rows = nodes[:, None] * _CHILDREN + _EACH_CHILD
             rows = rows if below is None else below[rows]
-            level[nodes] = np.take_along_axis(rows, self._first_least(rows)[:, None], 1)[:, 0]
+            least = self._least_places(rows)
+            level[nodes] = rows[0, least] if len(nodes) == 1 else rows[np.arange(len(nodes)), least]
             below = level
 
-    def _first_least(self, rows: Int64Array) -> Int64Array:
-        """Where the least of each line is: int64 ``[n, 128]`` to ``[n]``."""
+    def _least_places(self, rows: Int64Array) -> Int64Array:
+        """Where the least of each line is: int64 ``[n, children]`` to ``[n]``."""
         values = self._values[rows]
         is_least = values == values.min(axis=1, keepdims=True)
         found: Int64Array = np.where(is_least, self._numbers[rows], _NO_ITEM - 1).argmax(axis=1)
         return found
 
     @property
-    def least(self) -> int:
-        """The least row; there must be one with an item."""
-        self._update()
-        tops = self._levels[-1]
-        return int(tops[self._first_least(tops[None])[0]])
+    def least(self) -> tuple[int, float]:
+        """The least row, and its value; there must be one with an item."""
+        if self._least is None:
+            self._update()
+            tops = self._levels[-1]
+            row = int(tops[self._least_places(tops[None])[0]])
+            self._least = row, float(self._values[row])
+        return self._least
 
     def some_least(self, count: int) -> Int64Array:
         """The least rows, at most as many as have items, in no order: int64 ``[count]``."""
@@ -104,7 +112,7 @@ class LeastRows:
         below = [len(self._values) - 1, *map(len, self._levels)]
         for level, children in zip(reversed(self._levels), reversed(below[:-1]), strict=True):
             nodes = nodes[self._smallest(level[nodes], count)]
-            nodes = (nodes[:, None] * _CHILDREN + np.arange(_CHILDREN)).ravel()
+            nodes = (nodes[:, None] * _CHILDREN + _EACH_CHILD).ravel()
             nodes = nodes[nodes < children]
         return nodes[self._smallest(nodes, count)]
 

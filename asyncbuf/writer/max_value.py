@@ -80,17 +80,16 @@ class MaxValueWriter(Writer):
             SchemaError: the field is not one number for each item, or one is NaN.
         """
         values = self._ranks(columns[self._rank_key])
+        if count == 1 and self._used == capacity and not len(self._freed):
+            row, least = self._sized(capacity).least
+            runs = (RowRange(row, 0, 1),) if values[0] > least else ()
+            return Placement(1, runs, values)
         free = self._free(count, capacity)
         filled = len(free)
         if filled == count:
             return placed(count, free, np.arange(count), values)
-        stored = self._sized(capacity)
-        floor = float(values[:filled].min(initial=np.inf))
-        least = stored.least if self.size else _NO_ITEM
-        floor = min(floor, float(stored.values[least])) if self.size else floor
-        if count == 1:
-            runs = (RowRange(least, 0, 1),) if values[0] > floor else ()
-            return Placement(1, runs, values[: len(runs)])
+        floor = self._sized(capacity).least[1] if self.size else np.inf
+        floor = min(floor, float(values[:filled].min(initial=np.inf)))
         larger = filled + np.flatnonzero(values[filled:] > floor)
         rows, items = self._replacing(values, free, larger) if len(larger) else (free, np.arange(filled))
         return placed(count, rows, items, values[items])
@@ -161,12 +160,12 @@ class MaxValueWriter(Writer):
 
     def commit(self, placement: Placement, capacity: int) -> None:
         """Note the values and numbers of the items."""
-        rows, items = placement.rows, placement.items
-        taken = min(placement.offered, len(self._freed))
-        if taken:
-            self._freed = self._freed[taken:].copy()
-        self._used = min(capacity, self._used + placement.offered - taken)
-        self._sized(capacity).set(rows, placement.note, self._write_count + items)
+        if placement.runs:
+            taken = min(placement.offered, len(self._freed))
+            if taken:
+                self._freed = self._freed[taken:].copy()
+            self._used = min(capacity, self._used + placement.offered - taken)
+            self._sized(capacity).set(placement.rows, placement.note, self._write_count + placement.items)
         self._write_count += placement.offered
 
     def removed(self, rows: torch.Tensor, capacity: int) -> None:
