@@ -40,7 +40,18 @@ from asyncbuf.sampler import (
     TrajectorySampler,
 )
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
+from asyncbuf.storage import (
+    ColumnStorage,
+    DatasetStorage,
+    GatherJobs,
+    ListStorage,
+    Prepared,
+    Runs,
+    Storage,
+    Subset,
+    TensorStorage,
+    split,
+)
 from asyncbuf.stream import BatchStream
 from asyncbuf.writer import (
     ImmutableDatasetWriter,
@@ -64,8 +75,10 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointVersionError",
     "Checkpointer",
+    "ColumnStorage",
     "Container",
     "Counters",
+    "DatasetStorage",
     "Draw",
     "Freeze",
     "FreezeState",
@@ -103,6 +116,7 @@ __all__ = [
     "Snapshotable",
     "StopSignal",
     "Storage",
+    "Subset",
     "SupersededError",
     "TensorStorage",
     "TrajectorySampler",
@@ -113,4 +127,5 @@ __all__ = [
     "register_codec",
     "register_container",
     "register_type",
+    "split",
 ]

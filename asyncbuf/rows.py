@@ -251,6 +251,13 @@ class Rows(NamedTuple):
         return (rows >= 0) & (rows < self.size) if self.valid is None else self.valid.contains(rows)
 
 
+def highest_of(rows: Rows) -> int:
+    """The highest valid row; -1 if there is none."""
+    if rows.valid is None or not rows.size:
+        return rows.size - 1
+    return int(rows.at(torch.arange(rows.size, device="cpu")).max())
+
+
 class WriteEvent:
     """One write, as ``Sampler.check_write`` and ``Sampler.wrote`` see it. What is not looked at is not computed.
 

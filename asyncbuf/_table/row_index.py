@@ -145,13 +145,13 @@ class RowIndex:
             raise CheckpointCorruptError(f"rows: expected at most {self._capacity} different rows, found others")
         if self._numbers is None and numbers is not None:
             raise CheckpointCorruptError("rows: expected no item numbers, because the writer computes them; found some")
-        if numbers is None:
+        if numbers is None and self._numbers is not None:
             numbers = np.arange(self._writer.write_count - size, self._writer.write_count)
-        if len(numbers) != size:
+        if numbers is not None and len(numbers) != size:
             raise CheckpointCorruptError(f"rows: expected {size} item numbers, found {len(numbers)}")
         self._size = size
         self.sparse = None if valid is None else SparseRows.of(self._capacity, valid)
-        if self._numbers is not None:
+        if self._numbers is not None and numbers is not None:
             self._numbers[slice(size) if valid is None else valid] = numbers
 
     def verify(self, rows: Rows) -> None:

@@ -1,9 +1,25 @@
 """Where items live."""
 
+from asyncbuf.storage._fixed_data import Subset, split
 from asyncbuf.storage._frozen import Chunk, Frozen
 from asyncbuf.storage._leaf import Field
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
+from asyncbuf.storage.dataset import ColumnStorage, DatasetStorage
 from asyncbuf.storage.list import ListStorage
 from asyncbuf.storage.tensor import TensorStorage
 
-__all__ = ["Chunk", "Field", "Frozen", "GatherJobs", "ListStorage", "Prepared", "Runs", "Storage", "TensorStorage"]
+__all__ = [
+    "Chunk",
+    "ColumnStorage",
+    "DatasetStorage",
+    "Field",
+    "Frozen",
+    "GatherJobs",
+    "ListStorage",
+    "Prepared",
+    "Runs",
+    "Storage",
+    "Subset",
+    "TensorStorage",
+    "split",
+]

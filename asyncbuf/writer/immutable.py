@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from asyncbuf._plain.state import fields, same
 from asyncbuf._runtime.arguments import count
 from asyncbuf.errors import CheckpointCorruptError, ReadOnlyError, SchemaError
-from asyncbuf.rows import Placement, RowRange
+from asyncbuf.rows import Placement, RowRange, highest_of
 from asyncbuf.writer.base import Writer
 
 if TYPE_CHECKING:
+    import torch
+
     from asyncbuf.rows import Int64Array, Rows
 
 
@@ -104,8 +104,7 @@ class ImmutableDatasetWriter(Writer):
                 f"{name}: expected {rows.size} rows of at most {rows.capacity}, as in the table, found {self._size} of "
                 f"{self._total}"
             )
-        held = rows.at(torch.arange(rows.size, device="cpu"))
-        if (rows.valid is None and self._size < self._total) or int(held.max() if len(held) else -1) >= self._total:
+        if highest_of(rows) >= self._total or (rows.valid is None and self._size < self._total):
             raise CheckpointCorruptError(
                 f"{name}: expected rows 0 to {self._total - 1}, {self._size} of them, found others in the table"
             )

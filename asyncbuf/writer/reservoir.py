@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
 from asyncbuf._plain.counter_hash import CounterHash
 from asyncbuf._plain.state import Seed, fields, same
 from asyncbuf._runtime.arguments import count
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import Placement, RowRange, placed
+from asyncbuf.rows import Placement, RowRange, highest_of, placed
 from asyncbuf.writer.base import Writer
 
 if TYPE_CHECKING:
@@ -122,8 +121,7 @@ class ReservoirWriter(Writer):
             raise CheckpointCorruptError(
                 f"{name}: expected a sample of {rows.capacity} rows, the capacity, found one of {self._capacity}"
             )
-        held = rows.at(torch.arange(rows.size, device="cpu"))
-        if rows.size > self.size or int(held.max() if len(held) else -1) >= self.size:
+        if rows.size > self.size or highest_of(rows) >= self.size:
             raise CheckpointCorruptError(f"{name}: expected the rows 0 to {self.size - 1}, found others in the table")
         if rows.valid is None and rows.size != self.size:
             raise CheckpointCorruptError(f"{name}: expected a size of {rows.size}, as in the table, found {self.size}")
