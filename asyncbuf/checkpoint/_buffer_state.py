@@ -269,7 +269,7 @@ class RestorePlan:
                 steps=live.steps,
                 capacity=storage.capacity,
                 batch_size=self._saved_batch_size,
-                are_items=isinstance(storage, DatasetStorage | ListStorage),
+                are_items=isinstance(storage, DatasetStorage | ListStorage) and storage.needs_collate,
                 elastic=elastic,
             )
         self._row_count = storage.rows_in(meta)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Subset as TorchSubset
 
 from asyncbuf._plain import registry, tree
 from asyncbuf._plain.counter_hash import CounterHash
@@ -44,6 +45,7 @@ class Subset:
     """
 
     def __init__(self, data: Any, indices: Any) -> None:
+        data = unwrapped(data)
         length = length_of(data)
         found = _indices(indices)
         if int(found.min()) < 0 or int(found.max()) >= length:
@@ -128,6 +130,16 @@ def _sizes(length: int, fractions: Any) -> list[int]:
 
 
 # -- what kind it is --------------------------------------------------------------------------------------------------
+
+
+def unwrapped(data: Any) -> Any:
+    """The tensors of a ``TensorDataset``, or of a part of one: they need not be read item by item."""
+    if type(data) is TensorDataset:
+        return data.tensors
+    if type(data) is TorchSubset:
+        whole = unwrapped(data.dataset)
+        return Subset(whole, data.indices) if isinstance(whole, Subset) or are_columns(whole) else data
+    return data
 
 
 def are_columns(data: Any) -> bool:

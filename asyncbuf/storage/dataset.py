@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
@@ -12,8 +14,9 @@ from asyncbuf._plain import tree
 from asyncbuf._plain.savable import tensor_problem
 from asyncbuf._plain.state import fields, same
 from asyncbuf._runtime.arguments import shown
+from asyncbuf._runtime.threads import PART_BYTES
 from asyncbuf.errors import CheckpointCorruptError, ReadOnlyError, SchemaError
-from asyncbuf.storage._fixed_data import Subset, are_columns, digest, length_of
+from asyncbuf.storage._fixed_data import Subset, are_columns, digest, length_of, unwrapped
 from asyncbuf.storage._frozen import InMemoryRows
 from asyncbuf.storage._leaf import Field
 from asyncbuf.storage._stacking import stacked
@@ -27,9 +30,12 @@ if TYPE_CHECKING:
     from asyncbuf.rows import RowRange
     from asyncbuf.storage._frozen import Frozen
 
-# Reading an item may take as long as copying so many bytes: threads share a batch that is waited for.
-_ITEM_BYTES = 2 * 1024 * 1024
-_MOST_ITEMS = 64
+# Reading that takes a millisecond is shared by as many threads as a copy of so many bytes.
+_BYTES_PER_SECOND = 1000 * PART_BYTES
+# Items that are read faster are read by one thread: several would only wait for the lock of the interpreter.
+_QUICK = 50e-6
+_UNKNOWN = 1e-3
+_MOST = 1 << 16
 _KINDS = "biufc"
 
 
@@ -136,6 +142,8 @@ class DatasetStorage(_FixedStorage):
         if are_columns(data.data if isinstance(data, Subset) else data):
             raise TypeError("data: expected a data set of items, found tensors or arrays")
         super().__init__(data)
+        self._stacks = False
+        self._seconds = _UNKNOWN  # that reading an item took
 
     def description(self) -> dict[str, Any]:
         """Its class, and its columns where it says them."""
@@ -146,13 +154,23 @@ class DatasetStorage(_FixedStorage):
             found = {str(name): "" for name in names}
         return {"kind": type(self._data).__qualname__, "fields": [[name, kind] for name, kind in found.items()]}
 
-    def gather(self, indices: torch.Tensor) -> list[Any]:
-        """The items, in a list."""
+    def gather(self, indices: torch.Tensor) -> Any:
+        """The items: stacked, or in a list for a ``collate_fn``.
+
+        Raises:
+            SchemaError: they are to be stacked, and differ in structure.
+        """
+        return self._together(self._read(indices))
+
+    def _together(self, items: list[Any]) -> Any:
+        return stacked(items) if self._stacks else items
+
+    def _read(self, indices: torch.Tensor) -> list[Any]:
         places = self._places(indices).tolist()
         several = getattr(self._data, "__getitems__", None)
-        if several is None:
-            return [self._data[place] for place in places]
-        items = list(several(places))
+        start = time.perf_counter()
+        items = [self._data[place] for place in places] if several is None else list(several(places))
+        self._seconds = (time.perf_counter() - start) / len(places)
         if len(items) != len(places):
             raise ValueError(
                 f"{type(self._data).__name__}.__getitems__: expected {len(places)} items, found {len(items)}"
@@ -160,19 +178,22 @@ class DatasetStorage(_FixedStorage):
         return items
 
     def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> GatherJobs:
-        """Let threads read some of the items each."""
+        """Let threads read some of the items each. The last one to end puts them together."""
         pieces = draw.indices.tensor_split(max(1, min(parts, len(draw.indices))))
         found: list[list[Any]] = [[] for _ in pieces]
+        whole: list[Any] = []
+        others = threading.Semaphore(len(pieces) - 1)
 
         def read(number: int) -> None:
-            found[number] = self.gather(pieces[number])
+            found[number] = self._read(pieces[number])
+            if not others.acquire(blocking=False):
+                whole.append(self._together([item for items in found for item in items]))
 
-        jobs = [functools.partial(read, number) for number in range(len(pieces))]
-        return GatherJobs(jobs, lambda: [item for items in found for item in items])
+        return GatherJobs([functools.partial(read, number) for number in range(len(pieces))], lambda: whole[0])
 
     def gather_nbytes(self, count: int) -> int:
-        """Bytes that take about as long to copy as the items to read, which nobody knows."""
-        return min(count, _MOST_ITEMS) * _ITEM_BYTES
+        """Bytes that take as long to copy as the items to read, if that can be shared."""
+        return int(count * self._seconds * _BYTES_PER_SECOND) if self._seconds >= _QUICK and count < _MOST else 0
 
     def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Refuse: every item would have to be read.
@@ -185,6 +206,10 @@ class DatasetStorage(_FixedStorage):
             f"{type(self._data).__name__}, whose items are read one by one"
         )
 
+    def will_collate(self, whether: bool) -> None:
+        """Stack items in the threads that read them, or leave that to a ``collate_fn`` from now on."""
+        self._stacks = whether
+
     def collate(self, gathered: Any) -> Any:
         """Stack items leaf by leaf.
 
@@ -195,8 +220,8 @@ class DatasetStorage(_FixedStorage):
 
     @property
     def needs_collate(self) -> bool:
-        """True: the items are separate objects."""
-        return True
+        """Whether it gathers lists of items."""
+        return not self._stacks
 
 
 class ColumnStorage(_FixedStorage):
@@ -326,5 +351,6 @@ def storage_of(data: Any) -> DatasetStorage | ColumnStorage:
         TypeError: it is none of both.
         ValueError: there is no item, or columns differ in length.
     """
+    data = unwrapped(data)
     length_of(data)
     return ColumnStorage(data) if are_columns(data.data if isinstance(data, Subset) else data) else DatasetStorage(data)
