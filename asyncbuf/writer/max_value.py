@@ -186,6 +186,7 @@ class MaxValueWriter(Writer):
         """Values and item numbers of the used rows, infinite and -1 for a free one; the free ones in their order."""
         return {
             "rank_key": self._rank_key,
+            "size": self.size,
             "write_count": self._write_count,
             "values": torch.from_numpy(self._rows.values[: self._used].copy()),
             "numbers": torch.from_numpy(self._rows.numbers[: self._used].copy()),
@@ -195,9 +196,9 @@ class MaxValueWriter(Writer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the values that were saved."""
         name = type(self).__name__
-        kinds: dict[str, type] = dict(rank_key=str, write_count=int)
+        kinds: dict[str, type] = dict(rank_key=str, size=int, write_count=int)
         kinds |= dict.fromkeys(("values", "numbers", "free"), torch.Tensor)
-        rank_key, write_count, saved, *arrays = fields(state, name, **kinds)
+        rank_key, size, write_count, saved, *arrays = fields(state, name, **kinds)
         same(rank_key, self._rank_key, f"{name}: rank_key")
         values = _float64s(saved, name)
         numbers, free = (int64s(array, f"{name}: expected numbers and free rows") for array in arrays)
@@ -209,7 +210,7 @@ class MaxValueWriter(Writer):
         rows = np.flatnonzero(numbers != _NO_ITEM)
         is_free = np.zeros(used, np.bool_)
         is_free[free] = True
-        if len(rows) + len(free) != used or is_free[rows].any() or not (values[free] == np.inf).all():
+        if len(rows) != size or size + len(free) != used or is_free[rows].any() or not (values[free] == np.inf).all():
             raise CheckpointCorruptError(f"{name}: expected an item in each row that is not free, found others")
         if not are_distinct(numbers[rows], write_count):
             raise CheckpointCorruptError(f"{name}: expected different item numbers below {write_count}, found others")

@@ -43,15 +43,14 @@ class ReservoirWriter(Writer):
     def __init__(self, seed: int = 0) -> None:
         self._seed = count(seed, "seed", 0, most=2**63 - 1)
         self._hash = CounterHash(seed)
-        self._capacity: int | None = None
+        self._size = 0
         self._first = 0  # number of the first item that the sample is of
         self._write_count = 0
 
     @property
     def size(self) -> int:
         """Number of rows that were ever written, since ``clear``."""
-        seen = self._write_count - self._first
-        return seen if self._capacity is None else min(seen, self._capacity)
+        return self._size
 
     @property
     def write_count(self) -> int:
@@ -84,44 +83,37 @@ class ReservoirWriter(Writer):
 
     def commit(self, placement: Placement, capacity: int) -> None:
         """Count the items."""
-        self._capacity = capacity
         self._write_count += placement.offered
+        self._size = min(self._write_count - self._first, capacity)
 
     def clear(self) -> None:
         """Begin a sample of what is written from now on."""
         self._first = self._write_count
+        self._size = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed and two numbers: the random numbers follow from those."""
-        return {
-            "seed": self._seed,
-            "first": self._first,
-            "write_count": self._write_count,
-            "capacity": self._capacity,
-        }
+        """Seed and three numbers: the random numbers follow from those."""
+        return {"seed": self._seed, "first": self._first, "size": self._size, "write_count": self._write_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the saved number."""
         name = type(self).__name__
-        is_new = isinstance(state, dict) and state.get("capacity", 0) is None
-        kinds: dict[str, type] = dict(seed=Seed, first=int, write_count=int, capacity=type(None) if is_new else int)
-        seed, first, write_count, capacity = fields(state, name, **kinds)
+        seed, first, size, write_count = fields(state, name, seed=Seed, first=int, size=int, write_count=int)
         same(seed, self._seed, f"{name}: seed")
-        if first > write_count or (is_new and write_count):
+        if first + size > write_count:
             raise CheckpointCorruptError(
-                f"{name}: expected first <= write_count, and a capacity once items were written, found {first}, "
-                f"{write_count} and {capacity}"
+                f"{name}: expected first + size <= write_count, found {first}, {size} and {write_count}"
             )
-        self._first, self._write_count, self._capacity = first, write_count, capacity
+        self._first, self._size, self._write_count = first, size, write_count
 
     def verify(self, rows: Rows) -> None:
         """Refuse rows that no item can have drawn yet, and a sample of another size."""
         name = type(self).__name__
-        if self._capacity not in (None, rows.capacity):
+        seen = self._write_count - self._first
+        expected = min(seen, rows.capacity)
+        if self._size != expected:
             raise CheckpointCorruptError(
-                f"{name}: expected a sample of {rows.capacity} rows, the capacity, found one of {self._capacity}"
+                f"{name}: expected a size of {expected} after {seen} items, found {self._size}"
             )
-        if rows.size > self.size or highest_of(rows) >= self.size:
-            raise CheckpointCorruptError(f"{name}: expected the rows 0 to {self.size - 1}, found others in the table")
-        if rows.valid is None and rows.size != self.size:
-            raise CheckpointCorruptError(f"{name}: expected a size of {rows.size}, as in the table, found {self.size}")
+        if highest_of(rows) >= expected or (rows.valid is None and rows.size != expected):
+            raise CheckpointCorruptError(f"{name}: expected the rows 0 to {expected - 1}, found others in the table")

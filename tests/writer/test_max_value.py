@@ -269,6 +269,7 @@ FORGED: dict[str, tuple[str, Any]] = {
     "a free row that holds an item": ("free", torch.tensor([0])),
     "a free row beyond": ("free", torch.tensor([4])),
     "floats": ("free", torch.tensor([1.0])),
+    "another size": ("size", 4),
     "a count below the numbers": ("write_count", 3),
     "a negative count": ("write_count", -1),
     "no tensor": ("numbers", [0, -1, 2, 3]),

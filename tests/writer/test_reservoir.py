@@ -131,7 +131,7 @@ def test_other_seeds_keep_other_items() -> None:
 
 @pytest.mark.parametrize(
     ("entry", "value"),
-    [("first", 6), ("first", -1), ("write_count", -1), ("write_count", 2**62), ("seed", "x"), ("capacity", None)],
+    [("first", 6), ("first", -1), ("write_count", -1), ("write_count", 2**62), ("seed", "x"), ("size", 6)],
 )
 def test_forged_states_change_nothing(entry: str, value: Any) -> None:
     writer = ReservoirWriter()
@@ -147,7 +147,7 @@ def test_states_of_other_writers_and_tables() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"seed: expected 0.*has 1"):
         writer.load_state_dict(ReservoirWriter(1).state_dict())
     write(writer, 5, 8)
-    for rows in (Rows(6, 8, 6), Rows(4, 8, 5), Rows(5, 9, 5)):
+    for rows in (Rows(6, 8, 6), Rows(4, 8, 5), Rows(3, 3, 5)):
         with pytest.raises(CheckpointCorruptError, match="ReservoirWriter: expected"):
             writer.verify(rows)
     writer.verify(Rows(5, 8, 5))
