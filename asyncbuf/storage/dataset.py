@@ -51,6 +51,7 @@ class _FixedStorage(Storage):
         super().__init__(length_of(data))
         self._data = data.data if isinstance(data, Subset) else data
         self._indices: Int64Array | None = data.indices if isinstance(data, Subset) else None
+        self._digest = digest(self._indices)
 
     def _places(self, rows: torch.Tensor) -> torch.Tensor:
         """Where the items of some rows are in the data."""
@@ -88,7 +89,7 @@ class _FixedStorage(Storage):
 
     def state_dict(self) -> dict[str, Any]:
         """The description of the data."""
-        return {"dataset": {"length": self.capacity, **self.description(), "indices": digest(self._indices)}}
+        return {"dataset": {"length": self.capacity, **self.description(), "indices": self._digest}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See that the data is like that of the checkpoint."""

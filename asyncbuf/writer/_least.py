@@ -69,31 +69,30 @@ class LeastRows:
             self._is_stale, self._changed, self._pending = True, [], 0
 
     def _update(self) -> None:
-        changed = self._changed
-        if self._is_stale:
-            nodes = np.arange(len(self._values) - 1)
-        elif not changed:
+        changed, is_stale = self._changed, self._is_stale
+        if not changed and not is_stale:
             return
-        else:
-            nodes = changed[0] if len(changed) == 1 else np.concatenate(changed)
         self._is_stale, self._changed, self._pending = False, [], 0
-        below: Int64Array | None = None
-        for level in self._levels:
-            nodes = nodes // _CHILDREN
-            if len(nodes) > 1:
-                nodes = np.unique(nodes)
-            rows = nodes[:, None] * _CHILDREN + _EACH_CHILD
-            rows = rows if below is None else below[rows]
-            least = self._least_places(rows)
-            level[nodes] = rows[0, least] if len(nodes) == 1 else rows[np.arange(len(nodes)), least]
-            below = level
+        if is_stale:
+            values, numbers = (each[:-1].reshape(-1, _CHILDREN) for each in (self._values, self._numbers))
+            nodes = np.arange(len(values))
+            self._levels[0][nodes] = nodes * _CHILDREN + _least_places(values, numbers)
+        else:
+            nodes = self._computed(0, changed[0] if len(changed) == 1 else np.concatenate(changed))
+        for level in range(1, len(self._levels)):
+            nodes = self._computed(level, nodes)
 
-    def _least_places(self, rows: Int64Array) -> Int64Array:
-        """Where the least of each line is: int64 ``[n, children]`` to ``[n]``."""
-        values = self._values[rows]
-        is_least = values == values.min(axis=1, keepdims=True)
-        found: Int64Array = np.where(is_least, self._numbers[rows], _NO_ITEM - 1).argmax(axis=1)
-        return found
+    def _computed(self, level: int, below: Int64Array) -> Int64Array:
+        """Compute the nodes of a level above some rows or nodes that have changed: which."""
+        nodes = below // _CHILDREN
+        if len(nodes) > 1:
+            nodes = np.unique(nodes)
+        rows = nodes[:, None] * _CHILDREN + _EACH_CHILD
+        if level:
+            rows = self._levels[level - 1][rows]
+        least = _least_places(self._values[rows], self._numbers[rows])
+        self._levels[level][nodes] = rows[0, least] if len(nodes) == 1 else rows[np.arange(len(nodes)), least]
+        return nodes
 
     @property
     def least(self) -> tuple[int, float]:
@@ -101,7 +100,7 @@ class LeastRows:
         if self._least is None:
             self._update()
             tops = self._levels[-1]
-            row = int(tops[self._least_places(tops[None])[0]])
+            row = int(tops[_least_places(self._values[tops][None], self._numbers[tops][None])[0]])
             self._least = row, float(self._values[row])
         return self._least
 
@@ -127,3 +126,12 @@ class LeastRows:
         if len(ties) > missing:
             ties = ties[np.argpartition(-self._numbers[rows[ties]], missing - 1)[:missing]]
         return np.concatenate([below, ties])
+
+
+def _least_places(values: Float64Array, numbers: Int64Array) -> Int64Array:
+    """Where the least of each line is: int64 ``[n, rows]`` to ``[n]``."""
+    least: Int64Array = values.argmin(axis=1)
+    is_least = values == np.take_along_axis(values, least[:, None], 1)
+    if np.count_nonzero(is_least) > len(values):  # of equal ones, the newest
+        least = np.where(is_least, numbers, _NO_ITEM - 1).argmax(axis=1)
+    return least
