@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain import tree
+from asyncbuf._plain.codec import encode
 from asyncbuf._plain.savable import tensor_problem
 from asyncbuf._plain.state import fields, same
 from asyncbuf._runtime.arguments import shown
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _BYTES_PER_SECOND = 1000 * PART_BYTES
 # Items that are read faster are read by one thread: several would only wait for the lock of the interpreter.
 _QUICK = 50e-6
-_UNKNOWN = 1e-3
 _MOST = 1 << 16
 _KINDS = "biufc"
 
@@ -97,7 +97,7 @@ class _FixedStorage(Storage):
 
     def freeze(self) -> Frozen:
         """The description, which takes no time."""
-        return InMemoryRows(self.state_dict())
+        return InMemoryRows(encode(self.state_dict()))
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """See that the data is like that of the checkpoint.
@@ -144,7 +144,7 @@ class DatasetStorage(_FixedStorage):
             raise TypeError("data: expected a data set of items, found tensors or arrays")
         super().__init__(data)
         self._stacks = False
-        self._seconds = _UNKNOWN  # that reading an item took
+        self._seconds: float | None = None  # the least that reading an item of a batch took so far
 
     def description(self) -> dict[str, Any]:
         """Its class, and its columns where it says them."""
@@ -171,7 +171,8 @@ class DatasetStorage(_FixedStorage):
         several = getattr(self._data, "__getitems__", None)
         start = time.perf_counter()
         items = [self._data[place] for place in places] if several is None else list(several(places))
-        self._seconds = (time.perf_counter() - start) / len(places)
+        took = (time.perf_counter() - start) / len(places)
+        self._seconds = took if self._seconds is None else min(self._seconds, took)
         if len(items) != len(places):
             raise ValueError(
                 f"{type(self._data).__name__}.__getitems__: expected {len(places)} items, found {len(items)}"
@@ -194,7 +195,8 @@ class DatasetStorage(_FixedStorage):
 
     def gather_nbytes(self, count: int) -> int:
         """Bytes that take as long to copy as the items to read, if that can be shared."""
-        return int(count * self._seconds * _BYTES_PER_SECOND) if self._seconds >= _QUICK and count < _MOST else 0
+        seconds = self._seconds or 0.0
+        return int(count * seconds * _BYTES_PER_SECOND) if seconds >= _QUICK and count < _MOST else 0
 
     def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Refuse: every item would have to be read.

@@ -17,6 +17,7 @@ from asyncbuf import (
     Batch,
     Checkpointer,
     CheckpointMismatchError,
+    DatasetStorage,
     PrefetchError,
     PrioritizedSampler,
     RandomSampler,
@@ -221,7 +222,10 @@ async def test_items_of_a_batch_that_is_waited_for_are_read_by_several_threads(m
             barrier.wait(10)
             return super().__getitem__(number)
 
-    async with loader(Meeting(), prefetch=0, shuffle=False) as buffer:
+    buffer = loader(Meeting(), prefetch=0, shuffle=False)
+    assert isinstance(buffer._storage, DatasetStorage)
+    buffer._storage._seconds = 1.0  # as if the items before had taken long
+    async with buffer:
         assert (await within(buffer.sample()))["number"].tolist() == [0, 1, 2, 3]
 
 
