@@ -111,7 +111,7 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
-        if isinstance(runs, SCATTERED):
+        if type(runs) is not tuple and isinstance(runs, SCATTERED):
             self._write_scattered(rows, arrays, runs)
             return
         noted, noted_end = rows.versions.noted
