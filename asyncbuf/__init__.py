@@ -21,6 +21,7 @@ from asyncbuf.errors import (
     CheckpointNotFoundError,
     CheckpointVersionError,
     PrefetchError,
+    ReadOnlyError,
     SchemaError,
     SupersededError,
     WrongLoopError,
@@ -44,9 +45,28 @@ from asyncbuf.sampler import (
     TrajectorySampler,
 )
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import GatherJobs, ListStorage, Prepared, RaggedStorage, Runs, Storage, TensorStorage
+from asyncbuf.storage import (
+    ColumnStorage,
+    DatasetStorage,
+    GatherJobs,
+    ListStorage,
+    Prepared,
+    RaggedStorage,
+    Runs,
+    Storage,
+    Subset,
+    TensorStorage,
+    split,
+)
 from asyncbuf.stream import BatchStream
-from asyncbuf.writer import Placement, RoundRobinWriter, Writer
+from asyncbuf.writer import (
+    ImmutableDatasetWriter,
+    MaxValueWriter,
+    Placement,
+    ReservoirWriter,
+    RoundRobinWriter,
+    Writer,
+)
 
 __all__ = [
     "AsyncBufError",
@@ -61,17 +81,21 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointVersionError",
     "Checkpointer",
+    "ColumnStorage",
     "Container",
     "Counters",
+    "DatasetStorage",
     "Draw",
     "FrameStack",
     "Freeze",
     "FreezeState",
     "GatherJobs",
     "Hindsight",
+    "ImmutableDatasetWriter",
     "JoinedSampler",
     "Limiter",
     "ListStorage",
+    "MaxValueWriter",
     "MinSize",
     "NStep",
     "NStepAdder",
@@ -83,8 +107,10 @@ __all__ = [
     "PrioritizedSliceSampler",
     "RaggedStorage",
     "RandomSampler",
+    "ReadOnlyError",
     "Replay",
     "ReplayBuffer",
+    "ReservoirWriter",
     "RestoredCheckpoint",
     "RoundRobinWriter",
     "RowRange",
@@ -102,6 +128,7 @@ __all__ = [
     "Snapshotable",
     "StopSignal",
     "Storage",
+    "Subset",
     "SupersededError",
     "TensorStorage",
     "TrajectorySampler",
@@ -112,4 +139,5 @@ __all__ = [
     "register_codec",
     "register_container",
     "register_type",
+    "split",
 ]

@@ -117,6 +117,15 @@ class Assembly:
         if self.admission is not None:
             self.admission.refuse(functools.partial(BufferClosedError, "finish() was called: no more items are taken"))
 
+    def restart_epoch(self) -> int:
+        """End the pass of the sampler, and drop what was drawn ahead: how many tickets. In a turn of the history.
+
+        Raises:
+            TypeError: the sampler cannot end a pass; nothing has changed.
+        """
+        self.table.end_epoch()
+        return self.drawer.flush()
+
     def clear(self) -> None:
         """Forget items and tickets. In an exclusive turn of the history."""
         self.table.clear()

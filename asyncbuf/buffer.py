@@ -12,6 +12,7 @@ import torch
 
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
+from asyncbuf._from_dataset import FromDataset
 from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._runtime.arguments import instance_of, seconds
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -345,9 +346,28 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         Raises:
             TypeError: the sampler has no passes.
         """
-        if self._config.sampler.epoch is None:
-            raise TypeError(f"epoch: expected a sampler with passes, found {type(self._config.sampler).__name__}")
+        self._check_passes("epoch")
         return BatchStream(functools.partial(self._next, EpochCursor()), is_finite=True)
+
+    async def restart_epoch(self) -> int:
+        """Leave out what is left of the pass, tickets that were drawn ahead included: the next batch begins a pass.
+
+        For a pass that was broken off and shall not go on: ``epoch()`` alone goes on where it stopped. Calls that wait
+        for a batch of the old pass still get it.
+
+        Returns:
+            How many tickets were dropped.
+
+        Raises:
+            TypeError: the sampler has no passes, or cannot end one.
+        """
+        self._check_passes("restart_epoch")
+        await self._turn()
+        return await self._gate.apply(self._parts.restart_epoch, exclusive=False)
+
+    def _check_passes(self, call: str) -> None:
+        if self._config.sampler.epoch is None:
+            raise TypeError(f"{call}: expected a sampler with passes, found {type(self._config.sampler).__name__}")
 
     async def _next(self, cursor: EpochCursor | None) -> Batch[DataT_co] | None:
         """The step of a ``BatchStream``: the next batch, or None at its end."""

@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_table",),
     ("_ingest", "_prefetch"),
     ("checkpoint",),
-    ("protocols", "stream", "_config"),
+    ("protocols", "stream", "_config", "_from_dataset"),
     ("_assembly",),
     ("buffer",),
     ("testing",),

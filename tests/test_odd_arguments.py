@@ -18,19 +18,24 @@ from asyncbuf import (
     CheckpointError,
     Container,
     Freeze,
+    ImmutableDatasetWriter,
     ListStorage,
+    MaxValueWriter,
     MinSize,
     RaggedStorage,
     RandomSampler,
     ReplayBuffer,
+    ReservoirWriter,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SchemaError,
     Snapshot,
+    Subset,
     TensorStorage,
     register_codec,
     register_container,
     register_type,
+    split,
 )
 from asyncbuf.testing import assert_exact_resume, check_limiter, check_sampler, check_storage, check_writer
 from tests.helpers import rows, seeded, within
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAN = float("nan")
+LOADED = torch.arange(20)
 # Without their types, which would refuse most of this.
 CODEC: Any = register_codec
 CONTAINER: Any = register_container
@@ -47,6 +53,7 @@ NO_NUMBER: list[Any] = ["x", b"x", [], {}, object(), int, torch.arange(3), ...]
 NO_FLAG: list[Any] = [*NO_NUMBER, None, 0, 1, 1.0, np.bool_(True)]
 NO_TIME: list[Any] = [*NO_NUMBER, True, -1, -0.5, NAN, -float("inf"), 1j, torch.tensor(1.0)]
 NO_COUNT: list[Any] = [*NO_NUMBER, None, True, -1, 0, 1.0, 1.5, NAN, float("inf"), np.float64(3)]
+NO_PRIORITY: list[Any] = ["x", {}, object(), True, 1j, [1.0] * 3, [NAN]]
 NO_PATH: list[Any] = [None, 3, b"x", [], {}, object(), Path, 1.5]
 
 
@@ -69,8 +76,16 @@ async def frozen(buffer: ReplayBuffer, timeout: Any) -> None:
         pass
 
 
+def row(number: int) -> dict[str, torch.Tensor]:
+    return {name: leaf[0] for name, leaf in rows(1, number).items()}
+
+
 def make(**options: Any) -> ReplayBuffer:
     return ReplayBuffer(TensorStorage(9), **options)
+
+
+def load(data: Any = LOADED, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer.from_dataset(data, **{"batch_size": 4, **options})
 
 
 async def resumed(buffer: ReplayBuffer, *, restore: str, **options: Any) -> None:
@@ -122,12 +137,30 @@ CASES: dict[str, Case] = {
     ),
     "ReplayBuffer.pin_memory": Case(lambda b, p, v: make(pin_memory=v), NO_FLAG, "pin_memory"),
     "ReplayBuffer.generator": Case(lambda b, p, v: make(generator=v), [*NO_NUMBER, 3, True], "generator"),
+    "ReplayBuffer.from_dataset.data": Case(
+        lambda b, p, v: load(v), ["x", b"x", {}, object(), int, ..., None, 3], "data"
+    ),
+    "ReplayBuffer.from_dataset.batch_size": Case(lambda b, p, v: load(batch_size=v), [*NO_COUNT, 10**13], "batch_size"),
+    "ReplayBuffer.from_dataset.shuffle": Case(lambda b, p, v: load(shuffle=v), NO_FLAG, "shuffle"),
+    "ReplayBuffer.from_dataset.drop_last": Case(lambda b, p, v: load(drop_last=v), NO_FLAG, "drop_last"),
+    "ReplayBuffer.from_dataset.sampler": Case(lambda b, p, v: load(sampler=v), [*NO_NUMBER, RandomSampler], "sampler"),
+    "ReplayBuffer.from_dataset.prefetch": Case(lambda b, p, v: load(prefetch=v), [*NO_NUMBER, None, -1], "prefetch"),
+    "split.fractions": Case(lambda b, p, v: split(torch.arange(9), v), ["x", None, 3, {}, [], [NAN]], "fractions"),
+    "split.seed": Case(lambda b, p, v: split(torch.arange(9), [1.0], seed=v), [*NO_NUMBER, None, -1, 2**63], "seed"),
+    "Subset.indices": Case(lambda b, p, v: Subset(torch.arange(9), v), ["x", None, 3, {}, [], [9], [0.5]], "indices"),
+    "MaxValueWriter.rank_key": Case(lambda b, p, v: MaxValueWriter(v), [*NO_PATH, 3], "rank_key"),
+    "ReservoirWriter.seed": Case(lambda b, p, v: ReservoirWriter(v), [*NO_NUMBER, None, True, -1, 2**63], "seed"),
+    "ImmutableDatasetWriter.items": Case(
+        lambda b, p, v: ImmutableDatasetWriter(v), [*NO_NUMBER, None, True, -1], "items"
+    ),
     "ReplayBuffer.aclose.timeout": Case(lambda b, p, v: b.aclose(v), NO_TIME, "timeout"),
     "ReplayBuffer.sample.batch_size": Case(
         lambda b, p, v: b.sample(v), [*NO_NUMBER, True, 0, -1, 1.0, NAN, np.int64(3), 10**13], "batch_size"
     ),
     "ReplayBuffer.extend.items": Case(lambda b, p, v: b.extend(v), [*NO_NUMBER, None, 3, NAN, [{}]], ""),
     "ReplayBuffer.add.item": Case(lambda b, p, v: b.add(v), [*NO_NUMBER, None, 3, [], {}], ""),
+    "ReplayBuffer.extend.priority": Case(lambda b, p, v: b.extend(rows(2), priority=v), NO_PRIORITY, "priority"),
+    "ReplayBuffer.add.priority": Case(lambda b, p, v: b.add(row(2), priority=v), NO_PRIORITY, "priority"),
     "ReplayBuffer.remove.batch_or_indices": Case(
         lambda b, p, v: b.remove(v),
         ["x", b"x", {}, object(), int, None, 1.5, True, [1.5], torch.ones(3) > 0, 99, -1],

@@ -288,6 +288,10 @@ class Tickets:
             "queue": queue,
         }
 
+    def without_data(self) -> Self:
+        """The same tickets as they were drawn: what was made of them can be made again."""
+        return replace(self, queue=[replace(ticket, step=-1, data=None) for ticket in self.queue])
+
     def cloned(self) -> Self:
         """The same tickets with tensors of their own, which have no history."""
         return replace(

@@ -16,7 +16,8 @@ from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import NO_COLUMNS, NotYet, Rows, WriteEvent
+from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
+from asyncbuf.storage import Prepared
 from asyncbuf.storage._shielded import StorageCalls
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
     from asyncbuf.batch import Draw
     from asyncbuf.limiter import Limiter
-    from asyncbuf.rows import Answer, Int64Array, Placement
+    from asyncbuf.rows import Answer, Int64Array
     from asyncbuf.sampler import Sampler
-    from asyncbuf.storage import Prepared, Storage
+    from asyncbuf.storage import Storage
     from asyncbuf.writer import Writer
 
 T = TypeVar("T")
@@ -116,7 +117,9 @@ class Table:
         return gone
 
     def missing(self, draw: Draw) -> int:
-        """How many rows of a draw, those of its joins included, hold no item any more."""
+        """How many rows of a draw, those of its joins included, hold no item any more that could be gathered."""
+        if self.storage.is_fixed:
+            return 0
         rows = [indices.reshape(-1) for indices in (draw.indices, *draw.joins.values())]
         return int(np.count_nonzero(~self._index.contains(torch.cat(rows).numpy())))
 
@@ -129,7 +132,8 @@ class Table:
     @property
     def asks_others_to_write(self) -> bool:
         """Whether more than a writer and a storage that are ours take part in writing."""
-        return self.has_write_events or self._tells_rows or not (self.writer.trusted and self.storage.trusted)
+        ours = self.writer.trusted and self.storage.trusted and not self.writer.columns
+        return self.has_write_events or self._tells_rows or not ours
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -140,6 +144,21 @@ class Table:
         placement = self.writer.place(count, self._capacity)
         if not self.writer.trusted:
             checks.placement(placement, count, self._capacity, type(self.writer).__name__)
+        return placement
+
+    def place_items(self, prepared: Prepared) -> Placement:
+        """Choose rows for items, with a look at them if the writer wants one. Changes nothing.
+
+        Raises:
+            TypeError, IndexError, ValueError: as ``place``; or the writer refuses these items.
+        """
+        writer = self.writer
+        if not writer.columns:
+            return self.place(prepared.count)
+        columns = self.storage.columns(prepared, writer.columns)
+        placement = writer.place_values(prepared.count, self._capacity, columns)
+        if not writer.trusted:
+            checks.placement(placement, prepared.count, self._capacity, type(writer).__name__)
         return placement
 
     def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent:
@@ -179,6 +198,23 @@ class Table:
             self.sampler.wrote(event)
         if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
+
+    def introduce(self) -> None:
+        """Tell the sampler of the rows that a fixed storage has from the start, as of one write.
+
+        Raises:
+            SchemaError: the storage cannot give the columns that the sampler asks for.
+            ValueError: the sampler does not take such items.
+        """
+        if not (self.has_write_events or self._tells_rows):
+            return
+        size = self.size
+        placement, paths = Placement(size, (RowRange(0, 0, size),)), self.sampler.columns
+        columns = self.storage.columns(Prepared(size, 0, None), paths) if paths else NO_COLUMNS
+        event = WriteEvent(placement, 0, self.rows, columns)
+        if self._checks_writes:
+            self._call(self.sampler.check_write, event)
+        shielded(self.wrote, placement, event)
 
     def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
         """Remove rows: how many left. An error leaves a part in a state that does not go with the rows.
@@ -266,6 +302,15 @@ class Table:
         if leaving is None:
             return 0
         return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
+
+    def end_epoch(self) -> None:
+        """Leave out what is left of the pass of the sampler.
+
+        Raises:
+            TypeError: the sampler does not say how.
+        """
+        self._call(self.sampler.end_epoch)
+        self.changed()
 
     def dropped(self, draw: Draw) -> None:
         """Nobody gets the batch of a draw."""

@@ -15,7 +15,7 @@ from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.summary import summary
 from asyncbuf.checkpoint.snapshot import FORMAT, VERSION, Snapshot, checked, copied, parts_of
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from asyncbuf.storage import ListStorage
+from asyncbuf.storage import DatasetStorage, ListStorage
 from asyncbuf.storage._frozen import ChunksRead
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ class BufferState:
         self.config = config
         self.steps = len(chain.steps)
         self.is_ordered = bool(chain.ordered)
+        # What can be made again is not saved. A transform with a state has counted its batches, and sees none twice.
+        self._saves_batches = self.is_ordered or not table.storage.is_fixed
         self._transforms = _Transforms(chain)
         self.parts: list[Part] = [
             *(
@@ -188,7 +190,7 @@ class BufferState:
             },
         }
         parts = {part.name: None if part is self._transforms else shielded(part.capture) for part in self.parts}
-        return Taken(head, parts, shielded(self.table.storage.freeze))
+        return Taken(head, parts, shielded(self.table.storage.freeze), saves_batches=self._saves_batches)
 
     def take_transforms(self, taken: Taken) -> None:
         """Take the states of the transforms, none of which may be at work that has one."""
@@ -202,10 +204,11 @@ class Taken:
         parts: the states of its parts by name.
     """
 
-    def __init__(self, head: dict[str, Any], parts: dict[str, Any], frozen: Frozen) -> None:
+    def __init__(self, head: dict[str, Any], parts: dict[str, Any], frozen: Frozen, *, saves_batches: bool) -> None:
         self.parts = parts
         self._head = head
         self._frozen = frozen
+        self._saves_batches = saves_batches
 
     def snapshot(self, tickets: Tickets, copied: Callable[[], None]) -> Snapshot:
         """All of it, with copies of the tickets.
@@ -214,7 +217,8 @@ class Taken:
             tickets: those of the same moment.
             copied: called after each.
         """
-        return Snapshot({**self._head, **self.parts, "prefetch": tickets.plain(copied)}, self._frozen)
+        queue = tickets if self._saves_batches else tickets.without_data()
+        return Snapshot({**self._head, **self.parts, "prefetch": queue.plain(copied)}, self._frozen)
 
 
 class RestorePlan:
@@ -265,7 +269,7 @@ class RestorePlan:
                 steps=live.steps,
                 capacity=storage.capacity,
                 batch_size=self._saved_batch_size,
-                are_items=isinstance(storage, ListStorage),
+                are_items=isinstance(storage, DatasetStorage | ListStorage) and storage.needs_collate,
                 elastic=elastic,
             )
         self._row_count = storage.rows_in(meta)

@@ -30,7 +30,7 @@ _MOST_ROWS = 1 << 16
 _MOST_EMPTY_ROWS = 1 << 22
 # What is believed of a storage whose files say nothing of rows.
 _MOST_UNSEEN_ROWS = 1 << 27
-_RING = "RoundRobinWriter"
+_RING, _BEST = "RoundRobinWriter", "MaxValueWriter"
 _BY_NUMBER, _BY_ROW = "item number", "row"
 
 
@@ -118,7 +118,7 @@ class _Rows:
         is_known = meta.document is None or self.are_items or bool(self.fields)
         self.chunks = list(self._chunks()) if is_known else []
         self._starts = [chunk.start for chunk in self.chunks]
-        self.count = self._count() if is_known else look.part("writer").number("size") or 0
+        self.count = self._count() if is_known else _unseen(look)
         nbytes = sum(tensor.nbytes for chunk in self.chunks for tensor in chunk.tensors.values())
         most = max(nbytes, _MOST_EMPTY_ROWS if is_known else _MOST_UNSEEN_ROWS)
         if self.count > most:
@@ -161,6 +161,12 @@ class _Rows:
         return content.reshape(stop - start, size)
 
 
+def _unseen(look: BufferLook) -> int:
+    """How many rows a storage has of which nothing is known: up to the last one that holds an item."""
+    size, valid = look.part("writer").number("size") or 0, _int64s(look, look.part("rows"), "valid")
+    return size if valid is None or not len(valid) else max(size, int(valid.max()) + 1)
+
+
 class _Numbers:
     """Which rows hold items, and the numbers of these.
 
@@ -178,6 +184,9 @@ class _Numbers:
         valid, numbers = _int64s(look, index, "valid"), _int64s(look, index, "numbers")
         if numbers is None and "order" in (writer.document or ()):
             valid, numbers = _int64s(look, writer, "order"), _int64s(look, writer, "numbers")
+        elif look.config["writer"] == _BEST and (by_row := _int64s(look, writer, "numbers")) is not None:
+            valid = np.flatnonzero(by_row >= 0)
+            numbers = by_row[valid]
         size = writer.number("size")
         self.size = len(valid) if valid is not None else rows.count if size is None else size
         if self.size > rows.count:

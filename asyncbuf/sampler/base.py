@@ -218,6 +218,16 @@ class Sampler(ABC):
         """Whether a draw of that size would leave out what is left of the pass, and begin the next one."""
         return False
 
+    def end_epoch(self) -> None:
+        """Leave out what is left of the pass, so that the next draw begins one; if none has begun, do nothing.
+
+        For ``buffer.restart_epoch()``.
+
+        Raises:
+            TypeError: the sampler has passes and does not say how to end one.
+        """
+        raise TypeError(f"{type(self).__name__}: expected end_epoch(), because it has passes; found none")
+
     @property
     def between_epochs(self) -> bool:
         """Whether the next draw begins a pass. Prefetching stops there until a consumer asks for the next pass."""

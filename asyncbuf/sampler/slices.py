@@ -241,6 +241,10 @@ class SliceSamplerWithoutReplacement(Sampler):
         """With ``drop_last``: whether some slices are left, but fewer than those of a batch."""
         return self._pass.leaves_out(self._slicer.count(batch_size))
 
+    def end_epoch(self) -> None:
+        """End the pass where it is."""
+        self._pass.end_epoch()
+
     @property
     def between_epochs(self) -> bool:
         """Whether the next draw begins a pass."""

@@ -121,6 +121,10 @@ class SamplerWithoutReplacement(Sampler):
 
     def clear(self) -> None:
         """End the pass where it is; the next one begins with what is written then."""
+        self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """End the pass where it is."""
         if self._position < self._length:
             self._end()
 

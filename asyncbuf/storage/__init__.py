@@ -1,14 +1,18 @@
 """Where items live."""
 
+from asyncbuf.storage._fixed_data import Subset, split
 from asyncbuf.storage._frozen import Chunk, Frozen
 from asyncbuf.storage._leaf import Field
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
+from asyncbuf.storage.dataset import ColumnStorage, DatasetStorage
 from asyncbuf.storage.list import ListStorage
 from asyncbuf.storage.ragged import RaggedStorage
 from asyncbuf.storage.tensor import TensorStorage
 
 __all__ = [
     "Chunk",
+    "ColumnStorage",
+    "DatasetStorage",
     "Field",
     "Frozen",
     "GatherJobs",
@@ -17,5 +21,7 @@ __all__ = [
     "RaggedStorage",
     "Runs",
     "Storage",
+    "Subset",
     "TensorStorage",
+    "split",
 ]

@@ -15,7 +15,7 @@ from asyncbuf._runtime.atoms import holds_atoms
 from asyncbuf.errors import SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
 _ATOMS = frozenset({bool, int, float, str, bytes})
 _ARRAY_KINDS = frozenset("biufc")
@@ -31,15 +31,28 @@ def stacked(items: Sequence[Any]) -> Any:
         SchemaError: the items differ in structure, or cannot be stacked.
     """
     leaves, spec = tree.flatten(items[0], batched=False)
-    columns = [leaves]
-    columns.extend(tree.flatten_like(spec, item, batched=False) for item in items[1:])
+    columns: Iterable[Sequence[Any]] | None = _plain_columns(items, tree.flat_keys(spec))
+    if columns is None:
+        columns = zip(*[leaves, *(tree.flatten_like(spec, item, batched=False) for item in items[1:])], strict=True)
     batched = []
-    for path, column in zip(spec.paths(), zip(*columns, strict=True), strict=True):
+    for path, column in zip(spec.paths(), columns, strict=True):
         try:
             batched.append(default_collate(_ordinary(column)))
         except (RuntimeError, TypeError, ValueError) as error:
             raise SchemaError(f"{path}: expected items that can be stacked, or a collate_fn: {error}") from error
     return tree.unflatten(spec, batched, batch=len(items))
+
+
+def _plain_columns(items: Sequence[Any], keys: tuple[Hashable, ...] | None) -> list[list[Any]] | None:
+    """The leaves of items that are flat dicts, without a walk through each; None for any other."""
+    if keys is None or not all(type(item) is dict and len(item) == len(keys) for item in items):
+        return None
+    try:
+        columns = [[item[key] for item in items] for key in keys]
+    except KeyError:
+        return None
+    kinds = {kind for column in columns for kind in set(map(type, column))}
+    return columns if all(container_of(kind) is None for kind in kinds) else None
 
 
 def _ordinary(column: Sequence[Any]) -> list[Any]:

@@ -80,7 +80,9 @@ class Storage(ABC):
     ``write``.
 
     Attributes:
-        runs: where rows are gathered. A class attribute.
+        runs: where rows are gathered. An attribute of the class, or set by its constructor.
+        is_fixed: whether a row always has what it had at first, even once it was removed. A checkpoint then has no data
+            of prefetched batches, and their rows are gathered again.
         trusted: whether its methods may be called in the context and the torch modes of whoever happens to call. Not
             inherited: a subclass says so itself.
 
@@ -92,7 +94,8 @@ class Storage(ABC):
         ValueError: the capacity is not positive.
     """
 
-    runs: ClassVar[Runs] = Runs.ANYWHERE
+    runs: Runs = Runs.ANYWHERE
+    is_fixed: ClassVar[bool] = False
     trusted: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from asyncbuf import (
     Checkpointer,
     CheckpointNotFoundError,
     ListStorage,
+    MaxValueWriter,
     ReplayBuffer,
     SamplerWithoutReplacement,
     TensorStorage,
@@ -386,3 +387,25 @@ async def test_the_same_bytes_of_another_dtype_differ(tmp_path: Path) -> None:
         await buffer.save(tmp_path / name)
     found = diff(tmp_path / "a", tmp_path / "b")
     assert not found.is_same
+
+
+async def test_rows_of_writers_that_keep_some(tmp_path: Path) -> None:
+    best = ReplayBuffer(TensorStorage(4), writer=MaxValueWriter("number"))
+    await best.extend({"number": torch.tensor([3, 1, 2, 0])})
+    await best.save(tmp_path / "a")
+    await best.extend({"number": torch.tensor([9, 0])})
+    await best.remove([2])
+    await best.save(tmp_path / "b")
+    found = rows(tmp_path / "a", tmp_path / "b")
+    assert found == RowsDifference(4, 3, "item number", 1, 2, 0, ())
+
+
+async def test_rows_of_fixed_data_and_of_storages_that_are_not_known(tmp_path: Path) -> None:
+    unknown = ReplayBuffer(DictStorage(9), batch_size=2)
+    await unknown.extend({"number": torch.arange(9), "wide": torch.ones(9, 3)})
+    for buffer in (ReplayBuffer.from_dataset(torch.arange(9), batch_size=2), unknown):
+        folder = tmp_path / type(buffer._storage).__name__
+        await buffer.save(folder / "a")
+        await buffer.remove([1, 2])
+        await buffer.save(folder / "b")
+        assert counts(folder / "a", folder / "b")[:2] == (0, 2)
