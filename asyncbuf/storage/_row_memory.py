@@ -15,7 +15,7 @@ from asyncbuf._runtime.spare_memory import SpareMemory
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.storage import _layout as layout
 from asyncbuf.storage._batch_memory import BatchMemory
-from asyncbuf.storage._frozen import Chunk, ChunkVersions
+from asyncbuf.storage._frozen import Chunk, ChunkVersions, CopyOnWrite
 from asyncbuf.storage._leaf import Field, as_bits
 from asyncbuf.storage._recycling import Slots
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from asyncbuf._plain import tree
-    from asyncbuf.storage._frozen import CopyOnWrite
 
 # Rows that are copied aside together when they are about to be overwritten.
 SEGMENT_BYTES = 1024 * 1024
@@ -42,13 +41,24 @@ class RowMemory:
         spec: structure of an item.
         fields: its leaves, in order.
         contiguous: whether the fields of a batch have no stride along the batch axis.
+        packed_bytes: up to how many bytes a field shares a block with others; by default what is fastest in memory.
     """
 
-    def __init__(self, capacity: int, spec: tree.Spec, fields: tuple[Field, ...], *, contiguous: bool) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        spec: tree.Spec,
+        fields: tuple[Field, ...],
+        *,
+        contiguous: bool,
+        packed_bytes: int | None = None,
+    ) -> None:
         self.spec = spec
         self.fields = fields
-        self.layout = layout.plan(fields, layout.PACKED_DENSE_BYTES if contiguous else layout.PACKED_FIELD_BYTES)
-        self.blocks = [layout.allocate(capacity, record) for record in self.layout.records]
+        if packed_bytes is None:
+            packed_bytes = layout.PACKED_DENSE_BYTES if contiguous else layout.PACKED_FIELD_BYTES
+        self.layout = layout.plan(fields, packed_bytes)
+        self.blocks = self._allocated(capacity)
         self._takes = [block.view(opaque).take for block, opaque in zip(self.blocks, self.layout.opaque, strict=True)]
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
@@ -63,6 +73,19 @@ class RowMemory:
         self.plain = [(None if field.is_carried else field.bits, field.shape) for field in fields]
         self._carried = [(i, field) for i, field in enumerate(fields) if field.is_carried]
         self._build = builder(spec)
+
+    def _allocated(self, capacity: int) -> list[layout.Records]:
+        return [layout.allocate(capacity, record) for record in self.layout.records]
+
+    def reserve(self, stop: int) -> None:
+        """Be told that rows up to ``stop - 1`` will be written. May fail, where that is better than failing then."""
+
+    def will_pass(self, start: int, stop: int) -> None:
+        """Be told that rows ``start`` to ``stop - 1`` will be read or written one after the other."""
+
+    def kept(self, count: int) -> CopyOnWrite:
+        """The first rows as they are now, while they are overwritten."""
+        return CopyOnWrite(self.blocks, count, self.segment_rows)
 
     def gather(self, indices: np.ndarray[Any, Any]) -> Any:
         """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
@@ -101,19 +124,7 @@ class FrozenRows:
         self._count = count
         self._identity = rows.versions.freeze()
         self.nbytes = count * sum(field.nbytes for field in rows.fields)
-        self.meta = {
-            "rows": count,
-            "structure": spec_to_plain(rows.spec),
-            "fields": [
-                {
-                    "name": name,
-                    "path": field.path,
-                    "dtype": dtype_name(field.dtype),
-                    "shape": list(field.shape),
-                }
-                for name, field in zip(_names(rows.fields), rows.fields, strict=True)
-            ],
-        }
+        self.meta = described(rows.spec, rows.fields, count)
 
     def chunks(self) -> Iterator[Chunk]:
         """Rows, some tens of megabytes at a time: ``{field: [rows, *item]}``."""
@@ -133,6 +144,7 @@ class FrozenRows:
             for out, column in zip(dense, columns(segment, self._rows.layout), strict=True):
                 out[first : first + len(column)] = column
 
+        self._rows.will_pass(start, min(stop, self._count))
         self._kept.visit(start, stop, copy)
         return {
             name: field.typed(torch.from_numpy(out))
@@ -169,6 +181,23 @@ def _names(fields: Sequence[Field]) -> list[str]:
     return list(names)
 
 
+def described(spec: tree.Spec, fields: Sequence[Field], count: int) -> dict[str, Any]:
+    """Plain data that says what rows consist of, and how many there are."""
+    return {
+        "rows": count,
+        "structure": spec_to_plain(spec),
+        "fields": [
+            {
+                "name": name,
+                "path": field.path,
+                "dtype": dtype_name(field.dtype),
+                "shape": list(field.shape),
+            }
+            for name, field in zip(_names(fields), fields, strict=True)
+        ],
+    }
+
+
 def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
     """Structure, fields and number of rows out of a description.
 
@@ -203,6 +232,7 @@ def fill(rows: RowMemory, chunk: dict[str, torch.Tensor], start: int, most: int)
     if chunk.keys() != set(names):
         raise CheckpointCorruptError(f"storage: expected the fields {names}, found {sorted(chunk)}")
     count = chunk[names[0]].shape[0] if chunk[names[0]].ndim else 0
+    rows.will_pass(start, min(start + count, most))
     for name, field, column in zip(names, rows.fields, rows.columns, strict=True):
         tensor = chunk[name]
         if tensor.dtype is not field.dtype or tuple(tensor.shape) != (count, *field.shape) or start + count > most:

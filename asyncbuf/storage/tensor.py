@@ -15,7 +15,7 @@ from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, Sch
 from asyncbuf.rows import ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
-from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
+from asyncbuf.storage._frozen import Frozen, InMemoryRows, tensors_of
 from asyncbuf.storage._leaf import Field, as_bits, fit
 from asyncbuf.storage._row_memory import FrozenRows, RowMemory, fill, parsed
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
     from asyncbuf.batch import Draw
     from asyncbuf.rows import RowRange
+    from asyncbuf.storage._frozen import CopyOnWrite
 
 
+_SHARED = (Runs.ANYWHERE, Runs.THREAD)
 _FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
@@ -153,9 +155,9 @@ class TensorStorage(Storage):
     def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
         """Let several threads copy into the memory of one batch, each a run of its rows.
 
-        A subclass with a ``gather`` or ``runs`` of its own has the rows gathered by that.
+        A subclass with a ``gather`` of its own, or ``runs`` elsewhere, has the rows gathered by that.
         """
-        is_own = type(self).gather is TensorStorage.gather and self.runs is Runs.ANYWHERE
+        is_own = type(self).gather is TensorStorage.gather and self.runs in _SHARED
         if inline or parts == 1 or self._rows is None or not is_own:
             return super().begin_gather(draw, inline=inline, parts=parts)
         return GatherJobs(*self._rows.gather_in_parts(draw.indices.numpy(), parts))
@@ -183,7 +185,7 @@ class TensorStorage(Storage):
         """Takes no time: rows are kept as they are from now on, one segment at a time, when they are overwritten."""
         if self._rows is None:
             return InMemoryRows(None)
-        kept = CopyOnWrite(self._rows.blocks, self._filled, self._rows.segment_rows)
+        kept = self._rows.kept(self._filled)
         self._frozen.append(weakref.ref(kept, self._frozen.remove))
         return FrozenRows(self._rows, kept, self._filled)
 
@@ -201,6 +203,7 @@ class TensorStorage(Storage):
             expected, found = (", ".join(map(str, some)) for some in (self._rows.fields, fields))
             raise CheckpointMismatchError(f"storage: expected items of {expected}; found items of {found}")
         rows = self._new_rows(spec, fields)
+        rows.reserve(count)
         filled = 0
         for chunk in chunks:
             rows.loaded.append(fill(rows, chunk, filled, count))
