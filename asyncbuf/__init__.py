@@ -39,7 +39,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
 )
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
+from asyncbuf.storage import GatherJobs, ListStorage, MemmapStorage, Prepared, Runs, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
@@ -64,6 +64,7 @@ __all__ = [
     "GatherJobs",
     "Limiter",
     "ListStorage",
+    "MemmapStorage",
     "MinSize",
     "NotYet",
     "Placement",

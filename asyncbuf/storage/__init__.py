@@ -4,6 +4,18 @@ from asyncbuf.storage._frozen import Chunk, Frozen
 from asyncbuf.storage._leaf import Field
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 from asyncbuf.storage.list import ListStorage
+from asyncbuf.storage.memmap import MemmapStorage
 from asyncbuf.storage.tensor import TensorStorage
 
-__all__ = ["Chunk", "Field", "Frozen", "GatherJobs", "ListStorage", "Prepared", "Runs", "Storage", "TensorStorage"]
+__all__ = [
+    "Chunk",
+    "Field",
+    "Frozen",
+    "GatherJobs",
+    "ListStorage",
+    "MemmapStorage",
+    "Prepared",
+    "Runs",
+    "Storage",
+    "TensorStorage",
+]
