@@ -19,6 +19,7 @@ from asyncbuf import (
     Container,
     Freeze,
     ListStorage,
+    MemmapStorage,
     MinSize,
     RandomSampler,
     ReplayBuffer,
@@ -166,6 +167,13 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.load.elastic": Case(lambda b, p, v: b.load(p, elastic=v), NO_FLAG, "elastic"),
     "TensorStorage.capacity": Case(lambda b, p, v: TensorStorage(v), NO_COUNT, "capacity"),
     "TensorStorage.contiguous": Case(lambda b, p, v: TensorStorage(3, contiguous=v), NO_FLAG, "contiguous"),
+    "MemmapStorage.capacity": Case(lambda b, p, v: MemmapStorage(v, p / "rows"), NO_COUNT, "capacity"),
+    "MemmapStorage.directory": Case(lambda b, p, v: MemmapStorage(3, v), NO_PATH, "directory"),
+    "MemmapStorage.overwrite": Case(lambda b, p, v: MemmapStorage(3, p, overwrite=v), NO_FLAG, "overwrite"),
+    "MemmapStorage.resident_bytes": Case(
+        lambda b, p, v: MemmapStorage(3, p, resident_bytes=v), [*NO_COUNT, 1000], "resident_bytes"
+    ),
+    "MemmapStorage.read.directory": Case(lambda b, p, v: MemmapStorage.read(v), NO_PATH, "directory"),
     "ListStorage.capacity": Case(lambda b, p, v: ListStorage(v), NO_COUNT, "capacity"),
     "MinSize.items": Case(lambda b, p, v: MinSize(v), NO_COUNT, "min_size"),
     "SamplerWithoutReplacement.drop_last": Case(
@@ -282,7 +290,7 @@ async def result(made: Any) -> Any:
 def test_every_argument_is_in_the_table() -> None:
     """Of the buffer, the checkpointer and what registers: by their signatures."""
     missing = []
-    for owner in (ReplayBuffer, Checkpointer, TensorStorage, ListStorage, SamplerWithoutReplacement):
+    for owner in (ReplayBuffer, Checkpointer, TensorStorage, MemmapStorage, ListStorage, SamplerWithoutReplacement):
         for name, method in inspect.getmembers(owner, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
                 continue

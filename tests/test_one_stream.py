@@ -33,6 +33,7 @@ from tests.helpers import (
     turns,
     wander,
 )
+from tests.storage.mapped_helpers import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -118,6 +119,7 @@ class Storages(NamedTuple):
 STORAGES = {
     "inline": Storages(lambda capacity, slow: TensorStorage(capacity), 1),
     "large": Storages(lambda capacity, slow: TensorStorage(capacity), 6000),
+    "memmap": Storages(lambda capacity, slow: in_files(capacity), 1),
     "threads": Storages(
         lambda capacity, slow: (
             ThreadedStorage(capacity, on_write=jitter, on_gather=jitter) if slow else ThreadedStorage(capacity)
@@ -170,6 +172,7 @@ CASES = [
     ("random", "sync", "inline"),
     ("weighted", "async", "large"),
     ("weighted", "mixed", "threads"),
+    ("weighted", "mixed", "memmap"),
     ("passes", "quick", "inline"),
     ("passes", "sync", "threads"),
     ("full-passes", "none", "threads"),

@@ -27,6 +27,8 @@ _STEP_BYTES = 64 * 1024 * 1024
 _AROUND_BYTES = 64 * 1024
 # Into how many parts the memory is divided, of which one at a time is let go.
 _PARTS = 64
+# Of more rows the disk is not told ahead: that would take longer than what is won.
+_MOST_AHEAD = 4096
 
 
 def file_name(number: int, field: Field) -> str:
@@ -99,7 +101,7 @@ class RowFile:
     def will_read(self, rows: Int64Array) -> None:
         """Have the disk read some rows all at once: page faults would wait for one page after the other."""
         nbytes = self.row_nbytes
-        for start in (rows * nbytes + self._start).tolist():
+        for start in (rows[:_MOST_AHEAD] * nbytes + self._start).tolist():
             self._need(start, start + nbytes)
 
     def will_pass(self, start: int, stop: int) -> None:

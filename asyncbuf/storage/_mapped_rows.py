@@ -56,7 +56,7 @@ class MappedRows(RowMemory):
         try:
             super().__init__(capacity, spec, fields, contiguous=True, packed_bytes=_NOTHING_PACKED)
         except BaseException:
-            self.remove()
+            self.discard()
             raise
         self._residency = Residency(self._files, resident_bytes)
 
@@ -122,7 +122,7 @@ class MappedRows(RowMemory):
         for file in self._files:
             file.close()
 
-    def remove(self) -> None:
+    def discard(self) -> None:
         """Remove the files. What was frozen of them stays readable, until nobody needs it."""
         self.close()
         if self._process == os.getpid():
@@ -133,7 +133,7 @@ class MappedRows(RowMemory):
         """Remove files that were made and never used."""
         if not self.lasts:
             with contextlib.suppress(OSError):
-                self.remove()
+                self.discard()
 
 
 class CopyToFile(CopyOnWrite):

@@ -83,6 +83,9 @@ class RowMemory:
     def will_pass(self, start: int, stop: int) -> None:
         """Be told that rows ``start`` to ``stop - 1`` will be read or written one after the other."""
 
+    def discard(self) -> None:
+        """Be told that nobody needs the rows any more, but for what was frozen of them."""
+
     def kept(self, count: int) -> CopyOnWrite:
         """The first rows as they are now, while they are overwritten."""
         return CopyOnWrite(self.blocks, count, self.segment_rows)

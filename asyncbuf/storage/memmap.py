@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asyncbuf.storage._leaf import Field
     from asyncbuf.storage._row_memory import RowMemory
 
-_RESIDENT_BYTES = 256 * 1024 * 1024
+_RESIDENT_BYTES = 512 * 1024 * 1024
 _LEAST_RESIDENT_BYTES = 1024 * 1024
 # A disk may be waited for with every write: more than anybody would do on an event loop.
 _IN_A_THREAD = 1 << 30
@@ -141,12 +141,12 @@ class MemmapStorage(TensorStorage):
             if rows is None:
                 _, spec, fields = prepared.payload
                 rows = self._new_rows(spec, fields)
-            if type(runs) is ScatteredRows:
-                rows.reserve(int(runs.rows[-1]) + 1)
-                rows.will_read(runs.rows)
-            else:
-                rows.reserve(max((run.row + run.count for run in runs), default=0))
-                _read_ahead(rows, runs)
+            try:
+                _make_room(rows, runs)
+            except BaseException:
+                if rows is not self._rows:
+                    rows.discard()
+                raise
             self._make_live(rows)
             super().write(prepared, runs)
 
@@ -209,7 +209,7 @@ class MemmapStorage(TensorStorage):
         if self._directory.is_clean:
             self._directory.describe(self._mapped, self._filled, is_clean=False)
         while self._replaced:
-            self._replaced.pop().remove()
+            self._replaced.pop().discard()
 
     def flush(self) -> None:
         """Write everything to the disk, and have the directory say that it is clean, until the next write.
@@ -273,7 +273,12 @@ def _in_a_thread(prepared: Prepared) -> Prepared:
     return prepared
 
 
-def _read_ahead(rows: MappedRows, runs: Sequence[RowRange]) -> None:
-    """Have the disk read what is overwritten: a page is read before a part of it is replaced."""
+def _make_room(rows: MappedRows, runs: Sequence[RowRange]) -> None:
+    """Have room for what is written, and the disk read what is overwritten: a page is read before it is changed."""
+    if type(runs) is ScatteredRows:
+        rows.reserve(int(runs.rows[-1]) + 1)
+        rows.will_read(runs.rows)
+        return
+    rows.reserve(max((run.row + run.count for run in runs), default=0))
     for run in runs[:_FEW_RUNS]:
         rows.will_pass(run.row, run.row + run.count)

@@ -203,13 +203,11 @@ class TensorStorage(Storage):
             expected, found = (", ".join(map(str, some)) for some in (self._rows.fields, fields))
             raise CheckpointMismatchError(f"storage: expected items of {expected}; found items of {found}")
         rows = self._new_rows(spec, fields)
-        rows.reserve(count)
-        filled = 0
-        for chunk in chunks:
-            rows.loaded.append(fill(rows, chunk, filled, count))
-            filled += rows.loaded[-1]
-        if filled != count:
-            raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
+        try:
+            _fill(rows, chunks, count)
+        except BaseException:
+            rows.discard()
+            raise
         return lambda: self._replace(rows, count)
 
     def loaded_chunks(self, identities: Sequence[str | None]) -> None:
@@ -249,6 +247,16 @@ class TensorStorage(Storage):
             self._rows = rows
             self._frozen.clear()  # snapshots of the old rows: nobody writes to those any more
         self._filled = count
+
+
+def _fill(rows: RowMemory, chunks: Iterator[dict[str, torch.Tensor]], count: int) -> None:
+    rows.reserve(count)
+    filled = 0
+    for chunk in chunks:
+        rows.loaded.append(fill(rows, chunk, filled, count))
+        filled += rows.loaded[-1]
+    if filled != count:
+        raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
 
 
 def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:

@@ -12,6 +12,7 @@ from asyncbuf import ListStorage, Storage, TensorStorage
 from asyncbuf.testing import check_storage, varied_items
 from tests.contracts.broken_storages import BROKEN, ArrayStorage, Awaits, plain_items
 from tests.resume_helpers import InThreads, list_items, list_of_tensordicts, tensordict_of
+from tests.storage.mapped_helpers import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,8 @@ SOUND: dict[str, tuple[Callable[[int], Storage], Callable[[int, int], Any], dict
     "tensor-strided": (lambda capacity: TensorStorage(capacity, contiguous=False), varied_items, {}),
     "tensor-threads": (InThreads, varied_items, {}),
     "tensor-tensordict": (TensorStorage, tensordict_of, {}),
+    "memmap": (in_files, varied_items, {"misfits": [{"number": torch.arange(3)}, varied_items(0, 0), 3]}),
+    "memmap-tensordict": (in_files, tensordict_of, {}),
     "list": (ListStorage, list_items, {"keeps_references": True, "misfits": [[], "text", 3, {"a": 1}]}),
     "list-tensordict": (ListStorage, list_of_tensordicts, {"keeps_references": True}),
     "array": (ArrayStorage, plain_items, {}),
