@@ -290,6 +290,13 @@ def _fill(file: FileIO, path: Path, start: int, nbytes: int) -> None:
         write(file, path, bytes(min(_PIECE_BYTES, nbytes - done)))
 
 
+def will_read(file: FileIO, path: Path, start: int, nbytes: int) -> None:
+    """Have the system read a part of a file ahead, where it can."""
+    if hasattr(os, "posix_fadvise"):
+        with _naming(path):
+            os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 def mapped(file: FileIO, path: Path, *, shared: bool) -> mmap.mmap:
     """A whole file as memory.
 

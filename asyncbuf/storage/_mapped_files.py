@@ -106,8 +106,10 @@ class RowFile:
 
     def will_pass(self, start: int, stop: int) -> None:
         """As ``will_read`` for neighbouring rows."""
-        if stop > start:
-            self._need(self._start + start * self.row_nbytes, self._start + stop * self.row_nbytes)
+        if stop > start and not self._file.closed:
+            # Not by the way of the others, which keeps the interpreter's lock: this may be much.
+            nbytes = (stop - start) * self.row_nbytes
+            files.will_read(self._file, self.path, self._start + start * self.row_nbytes, nbytes)
 
     def _need(self, start: int, stop: int) -> None:
         if self._memory is not None:
@@ -176,11 +178,18 @@ class Residency:
         if self._read < self._share or not self._lock.acquire(blocking=False):
             return
         try:
-            parts = min(self._read // self._share, _PARTS)
-            self._read = 0
-            for _ in range(parts):
-                for each in self.large:
-                    each.let_go(self._next)
-                self._next = (self._next + 1) % _PARTS
+            parts, self._read = divmod(self._read, self._share)
+            self._let_go(min(parts, _PARTS))
         finally:
             self._lock.release()
+
+    def let_all_go(self) -> None:
+        """Have nothing resident for the moment."""
+        with self._lock:
+            self._let_go(_PARTS)
+
+    def _let_go(self, parts: int) -> None:
+        for _ in range(parts):
+            for each in self.large:
+                each.let_go(self._next)
+            self._next = (self._next + 1) % _PARTS

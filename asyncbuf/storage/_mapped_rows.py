@@ -60,6 +60,10 @@ class MappedRows(RowMemory):
             raise
         self._residency = Residency(self._files, resident_bytes)
 
+    def let_go(self) -> None:
+        """Have none of it count as memory of this process, until it is read again."""
+        self._residency.let_all_go()
+
     def _allocated(self, capacity: int) -> list[layout.Records]:
         # Of each field a block, as nothing is packed.
         for name, field in zip(self.names, self.fields, strict=True):

@@ -174,6 +174,8 @@ class MemmapStorage(TensorStorage):
         """Build new rows in new files beside the live ones, which are removed with the next write."""
         with self._lock:
             self._will_change()
+        if self._mapped is not None:
+            self._mapped.let_go()  # there will be two of them for a while
         return super().load_rows(meta, chunks)
 
     def _new_rows(self, spec: tree.Spec, fields: tuple[Field, ...]) -> MappedRows:
