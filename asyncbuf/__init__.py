@@ -39,7 +39,16 @@ from asyncbuf.sampler import (
     TrajectorySampler,
 )
 from asyncbuf.stats import BufferStats
-from asyncbuf.storage import GatherJobs, ListStorage, MemmapStorage, Prepared, Runs, Storage, TensorStorage
+from asyncbuf.storage import (
+    CompressedStorage,
+    GatherJobs,
+    ListStorage,
+    MemmapStorage,
+    Prepared,
+    Runs,
+    Storage,
+    TensorStorage,
+)
 from asyncbuf.stream import BatchStream
 from asyncbuf.writer import Placement, RoundRobinWriter, Writer
 
@@ -56,6 +65,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointVersionError",
     "Checkpointer",
+    "CompressedStorage",
     "Container",
     "Counters",
     "Draw",

@@ -3,12 +3,14 @@
 from asyncbuf.storage._frozen import Chunk, Frozen
 from asyncbuf.storage._leaf import Field
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
+from asyncbuf.storage.compressed import CompressedStorage
 from asyncbuf.storage.list import ListStorage
 from asyncbuf.storage.memmap import MemmapStorage
 from asyncbuf.storage.tensor import TensorStorage
 
 __all__ = [
     "Chunk",
+    "CompressedStorage",
     "Field",
     "Frozen",
     "GatherJobs",

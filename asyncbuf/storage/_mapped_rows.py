@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,6 +161,8 @@ class CopyToFile(CopyOnWrite):
     def _put_aside(self, rows: list[layout.Records]) -> Any:
         if self._file is None:
             self._file = files.unnamed(self._folder)
+            # Not in __del__: while that runs, whoever writes may still find this object, by its weak reference.
+            weakref.finalize(self, self._file.close)
         start, content = self._end, [each.view(np.uint8).reshape(-1) for each in rows if each.nbytes]
         files.seek(self._file, self._folder, start)
         for each in content:
@@ -178,8 +181,3 @@ class CopyToFile(CopyOnWrite):
                 raise OSError(f"{self._folder}: expected {raw.nbytes} bytes of rows that were put aside, found fewer")
             found.append(raw.view(record) if record.itemsize else np.zeros(count, record))
         return found
-
-    def __del__(self) -> None:
-        """Close the file, with which it is gone."""
-        if getattr(self, "_file", None) is not None:
-            self._file.close()  # type: ignore[union-attr]

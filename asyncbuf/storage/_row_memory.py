@@ -59,7 +59,7 @@ class RowMemory:
             packed_bytes = layout.PACKED_DENSE_BYTES if contiguous else layout.PACKED_FIELD_BYTES
         self.layout = layout.plan(fields, packed_bytes)
         self.blocks = self._allocated(capacity)
-        self._takes = [block.view(opaque).take for block, opaque in zip(self.blocks, self.layout.opaque, strict=True)]
+        self._takes = [self._take_of(*each) for each in zip(self.blocks, self.layout.opaque, strict=True)]
         self.columns = columns(self.blocks, self.layout)
         self.row_nbytes = self.layout.nbytes
         widest = max(record.itemsize for record in self.layout.records)
@@ -77,6 +77,10 @@ class RowMemory:
     def _allocated(self, capacity: int) -> list[layout.Records]:
         return [layout.allocate(capacity, record) for record in self.layout.records]
 
+    def _take_of(self, block: layout.Records, opaque: np.dtype[np.void]) -> Callable[..., object]:
+        """What copies rows of a block, as ``numpy.take`` does: ``(indices, None, out, "clip")``."""
+        return block.view(opaque).take
+
     def reserve(self, stop: int) -> None:
         """Be told that rows up to ``stop - 1`` will be written. May fail, where that is better than failing then."""
 
@@ -89,6 +93,10 @@ class RowMemory:
     def kept(self, count: int) -> CopyOnWrite:
         """The first rows as they are now, while they are overwritten."""
         return CopyOnWrite(self.blocks, count, self.segment_rows)
+
+    def frozen(self, kept: CopyOnWrite, count: int) -> FrozenRows:
+        """What ``kept`` has, for a checkpoint."""
+        return FrozenRows(self, kept, count)
 
     def gather(self, indices: np.ndarray[Any, Any]) -> Any:
         """Rows in memory that nobody else sees: a tree of tensors ``[batch, *item]``."""
@@ -105,6 +113,21 @@ class RowMemory:
         copies = [functools.partial(self.slots.fill, slot, self._takes, indices[part], part) for part in places]
         return copies, lambda: self._tree(self.slots.put(slot, count), count)
 
+    def fill(self, chunk: dict[str, torch.Tensor], start: int, most: int) -> int:
+        """Copy a chunk into rows from ``start`` on: how many.
+
+        Raises:
+            CheckpointCorruptError: it has other fields, or more than ``most`` rows with those before.
+        """
+        names = field_names(self.fields)
+        if chunk.keys() != set(names):
+            raise CheckpointCorruptError(f"storage: expected the fields {names}, found {sorted(chunk)}")
+        count = chunk[names[0]].shape[0] if chunk[names[0]].ndim else 0
+        self.will_pass(start, min(start + count, most))
+        for name, field, column in zip(names, self.fields, self.columns, strict=True):
+            fill_column(column, field, chunk[name], slice(start, start + count), most)
+        return count
+
     def _tree(self, leaves: list[torch.Tensor], count: int) -> Any:
         for i, field in self._carried:
             leaves[i] = field.typed(leaves[i])
@@ -114,12 +137,17 @@ class RowMemory:
 
 
 def columns(blocks: Sequence[layout.Records], plan: layout.Layout) -> list[np.ndarray[Any, Any]]:
-    """The rows of each field, ``[rows, *shape]``, as bits: views into the blocks."""
-    return [blocks[place.block][place.name] for place in plan.places]
+    """The rows of each field, ``[rows, *shape]``, as bits: views into the blocks. A block of objects is its own."""
+    found = [blocks[place.block] for place in plan.places]
+    return [
+        block if block.dtype.hasobject else block[place.name] for block, place in zip(found, plan.places, strict=True)
+    ]
 
 
 class FrozenRows:
     """Rows that are kept as they were."""
+
+    meta: Any
 
     def __init__(self, rows: RowMemory, kept: CopyOnWrite, count: int) -> None:
         self._rows = rows
@@ -140,7 +168,7 @@ class FrozenRows:
 
     def _columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
         fields = self._rows.fields
-        dense = _arrays(fields, self._kept.count(start, stop), spare)
+        dense = arrays_of(fields, self._kept.count(start, stop), spare)
 
         def copy(first: int, segment: list[layout.Records]) -> None:
             # Field by field: numpy keeps the interpreter's lock while it copies whole records.
@@ -151,16 +179,16 @@ class FrozenRows:
         self._kept.visit(start, stop, copy)
         return {
             name: field.typed(torch.from_numpy(out))
-            for name, field, out in zip(_names(fields), fields, dense, strict=True)
+            for name, field, out in zip(field_names(fields), fields, dense, strict=True)
         }
 
 
-def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.ndarray[Any, Any]]:
+def arrays_of(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.ndarray[Any, Any]]:
     """Arrays ``[count, *shape]`` of bits, with anything in them, in one piece of memory.
 
     They lie in it as they will in a file, as far from a block of the disk: so they can be written from there.
     """
-    names = _names(fields)
+    names = field_names(fields)
     order = sorted(range(len(fields)), key=lambda number: (-fields[number].bits.itemsize, names[number]))
     memory = spare.take(sum(count * field.nbytes for field in fields) + BLOCK_BYTES)
     start = -memory.ctypes.data % BLOCK_BYTES
@@ -173,7 +201,7 @@ def _arrays(fields: Sequence[Field], count: int, spare: SpareMemory) -> list[np.
     return [arrays[number] for number in range(len(fields))]
 
 
-def _names(fields: Sequence[Field]) -> list[str]:
+def field_names(fields: Sequence[Field]) -> list[str]:
     """The paths, made different where two are the same (``{"a/b": ...}`` beside ``{"a": {"b": ...}}``)."""
     names: dict[str, None] = {}
     for field in fields:
@@ -196,7 +224,7 @@ def described(spec: tree.Spec, fields: Sequence[Field], count: int) -> dict[str,
                 "dtype": dtype_name(field.dtype),
                 "shape": list(field.shape),
             }
-            for name, field in zip(_names(fields), fields, strict=True)
+            for name, field in zip(field_names(fields), fields, strict=True)
         ],
     }
 
@@ -220,28 +248,23 @@ def parsed(meta: Any) -> tuple[tree.Spec, tuple[Field, ...], int]:
     sizes = [count, *(length for field in fields for length in field.shape)]
     if any(type(size) is not int or size < 0 for size in sizes) or [field.path for field in fields] != spec.paths():
         raise CheckpointCorruptError(f"storage: expected {count!r} rows of {spec}, found {[str(f) for f in fields]}")
-    if names != _names(fields) or len(meta) != 3 or any(number != 4 for number in entries):
-        raise CheckpointCorruptError(f"storage: expected a description of the fields {_names(fields)}, found {names}")
+    if names != field_names(fields) or len(meta) != 3 or any(number != 4 for number in entries):
+        raise CheckpointCorruptError(
+            f"storage: expected a description of the fields {field_names(fields)}, found {names}"
+        )
     return spec, fields, count
 
 
-def fill(rows: RowMemory, chunk: dict[str, torch.Tensor], start: int, most: int) -> int:
-    """Copy a chunk into rows from ``start`` on: how many.
+def fill_column(column: np.ndarray[Any, Any], field: Field, tensor: torch.Tensor, rows: slice, most: int) -> None:
+    """Copy the rows of a field out of a chunk.
 
     Raises:
-        CheckpointCorruptError: it has other fields, or more than ``most`` rows with those before.
+        CheckpointCorruptError: it is another field, or goes beyond row ``most``.
     """
-    names = _names(rows.fields)
-    if chunk.keys() != set(names):
-        raise CheckpointCorruptError(f"storage: expected the fields {names}, found {sorted(chunk)}")
-    count = chunk[names[0]].shape[0] if chunk[names[0]].ndim else 0
-    rows.will_pass(start, min(start + count, most))
-    for name, field, column in zip(names, rows.fields, rows.columns, strict=True):
-        tensor = chunk[name]
-        if tensor.dtype is not field.dtype or tuple(tensor.shape) != (count, *field.shape) or start + count > most:
-            raise CheckpointCorruptError(
-                f"storage: expected {name} as {field}, up to row {most}, "
-                f"found {tensor.dtype} {list(tensor.shape)} from row {start} on"
-            )
-        column[start : start + count] = as_bits(tensor, name)[0]
-    return count
+    count = rows.stop - rows.start
+    if tensor.dtype is not field.dtype or tuple(tensor.shape) != (count, *field.shape) or rows.stop > most:
+        raise CheckpointCorruptError(
+            f"storage: expected {field}, {count} rows up to row {most}, "
+            f"found {tensor.dtype} {list(tensor.shape)} from row {rows.start} on"
+        )
+    column[rows] = as_bits(tensor, field.path)[0]

@@ -17,7 +17,7 @@ from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
 from asyncbuf.storage._frozen import Frozen, InMemoryRows, tensors_of
 from asyncbuf.storage._leaf import Field, as_bits, fit
-from asyncbuf.storage._row_memory import FrozenRows, RowMemory, fill, parsed
+from asyncbuf.storage._row_memory import RowMemory, parsed
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class TensorStorage(Storage):
             return InMemoryRows(None)
         kept = self._rows.kept(self._filled)
         self._frozen.append(weakref.ref(kept, self._frozen.remove))
-        return FrozenRows(self._rows, kept, self._filled)
+        return self._rows.frozen(kept, self._filled)
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build new rows beside the live ones."""
@@ -253,7 +253,7 @@ def _fill(rows: RowMemory, chunks: Iterator[dict[str, torch.Tensor]], count: int
     rows.reserve(count)
     filled = 0
     for chunk in chunks:
-        rows.loaded.append(fill(rows, chunk, filled, count))
+        rows.loaded.append(rows.fill(chunk, filled, count))
         filled += rows.loaded[-1]
     if filled != count:
         raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import io
 import itertools
 import json
 import os
@@ -534,6 +535,27 @@ async def test_it_resumes_exactly(depth: int, workers: int) -> None:
     await assert_exact_resume(
         made(depth, workers), steps=5, at=[0, 3], ways=("snapshot", "state_dict", "directory"), feed=overwrite, hops=1
     )
+
+
+def test_a_write_never_finds_copies_whose_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemmapStorage(9, tmp_path)
+    put(storage, 9)
+    frozen = storage.freeze()
+    (reference,) = storage._frozen
+    there: list[bool] = []
+
+    class Watched(io.FileIO):
+        def close(self) -> None:
+            there.append(reference() is not None)
+            super().close()
+
+    monkeypatch.setattr(files, "unnamed", lambda folder: Watched(folder / "aside", "x+"))
+    put(storage, 9, 9)
+    del frozen
+    gc.collect()
+    assert there
+    assert not any(there)
+    put(storage, 9, 18)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
