@@ -18,6 +18,7 @@ import torch
 
 from asyncbuf import (
     Batch,
+    CompressedStorage,
     Draw,
     ListStorage,
     Placement,
@@ -287,6 +288,12 @@ def tensordict_of(count: int, start: int = 0) -> TensorDict:
     return TensorDict({"number": fields["number"], "deep": {"wide": fields["wide"]}}, batch_size=[count])
 
 
+def large_items(count: int, start: int = 0) -> dict[str, torch.Tensor]:
+    """Items with a leaf that is large enough to be compressed."""
+    items = items_of(count, start)
+    return {**items, "image": items["number"][:, None].repeat(1, 200)}
+
+
 def to_tensordict(data: Any) -> Any:
     from tensordict import TensorDict
 
@@ -362,6 +369,7 @@ KINDS: dict[str, Kind] = {
     "list-tensordict": Kind(passes(), ListStorage, list_of_tensordicts),
     "tensordict": Kind(items=tensordict_of),
     "tensordict-transform": Kind(transforms=lambda: [late, to_tensordict]),
+    "compressed": Kind(passes(), CompressedStorage, large_items, transforms=lambda: [noisy]),
     "user-writer": Kind(passes(), writer=ThinningWriter),
     "user-storage": Kind(FavourSampler, DictStorage, transforms=lambda: [noisy]),
 }

@@ -16,6 +16,7 @@ from asyncbuf import (
     BufferFailedError,
     Checkpointer,
     CheckpointError,
+    CompressedStorage,
     Container,
     Freeze,
     ListStorage,
@@ -167,6 +168,11 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.load.elastic": Case(lambda b, p, v: b.load(p, elastic=v), NO_FLAG, "elastic"),
     "TensorStorage.capacity": Case(lambda b, p, v: TensorStorage(v), NO_COUNT, "capacity"),
     "TensorStorage.contiguous": Case(lambda b, p, v: TensorStorage(3, contiguous=v), NO_FLAG, "contiguous"),
+    "CompressedStorage.capacity": Case(lambda b, p, v: CompressedStorage(v), NO_COUNT, "capacity"),
+    "CompressedStorage.codec": Case(lambda b, p, v: CompressedStorage(3, codec=v), [*NO_NUMBER, 3, "gzip"], "codec"),
+    "CompressedStorage.level": Case(
+        lambda b, p, v: CompressedStorage(3, codec="zlib", level=v), [*NO_NUMBER, None, True, 1.0, -1, 10], "level"
+    ),
     "MemmapStorage.capacity": Case(lambda b, p, v: MemmapStorage(v, p / "rows"), NO_COUNT, "capacity"),
     "MemmapStorage.directory": Case(lambda b, p, v: MemmapStorage(3, v), NO_PATH, "directory"),
     "MemmapStorage.overwrite": Case(lambda b, p, v: MemmapStorage(3, p, overwrite=v), NO_FLAG, "overwrite"),
@@ -290,7 +296,8 @@ async def result(made: Any) -> Any:
 def test_every_argument_is_in_the_table() -> None:
     """Of the buffer, the checkpointer and what registers: by their signatures."""
     missing = []
-    for owner in (ReplayBuffer, Checkpointer, TensorStorage, MemmapStorage, ListStorage, SamplerWithoutReplacement):
+    storages = (TensorStorage, MemmapStorage, CompressedStorage, ListStorage)
+    for owner in (ReplayBuffer, Checkpointer, *storages, SamplerWithoutReplacement):
         for name, method in inspect.getmembers(owner, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
                 continue

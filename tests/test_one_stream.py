@@ -12,6 +12,7 @@ import torch
 
 from asyncbuf import (
     Batch,
+    CompressedStorage,
     RandomSampler,
     ReplayBuffer,
     Rows,
@@ -119,6 +120,7 @@ class Storages(NamedTuple):
 STORAGES = {
     "inline": Storages(lambda capacity, slow: TensorStorage(capacity), 1),
     "large": Storages(lambda capacity, slow: TensorStorage(capacity), 6000),
+    "compressed": Storages(lambda capacity, slow: CompressedStorage(capacity), 300),
     "memmap": Storages(lambda capacity, slow: in_files(capacity), 1),
     "threads": Storages(
         lambda capacity, slow: (
@@ -173,6 +175,7 @@ CASES = [
     ("weighted", "async", "large"),
     ("weighted", "mixed", "threads"),
     ("weighted", "mixed", "memmap"),
+    ("passes", "async", "compressed"),
     ("passes", "quick", "inline"),
     ("passes", "sync", "threads"),
     ("full-passes", "none", "threads"),

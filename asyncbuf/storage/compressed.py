@@ -160,6 +160,6 @@ def _kept(runs: Sequence[RowRange]) -> list[slice]:
 def _inner(meta: Any) -> Any:
     if meta is None:
         return None
-    if not isinstance(meta, dict) or meta.keys() != {META}:
+    if not isinstance(meta, dict) or meta.keys() != {META} or meta[META] is None:
         raise CheckpointCorruptError(f"storage: expected a description of compressed rows, found {shown(meta)}")
     return meta[META]
