@@ -40,7 +40,7 @@ class RowDirectory:
 
     Attributes:
         path: the directory.
-        is_clean: whether its description says that the files are as they should be.
+        is_clean: whether its description may say that the files are as they should be.
 
     Raises:
         AsyncBufError: another storage has it.
@@ -87,9 +87,11 @@ class RowDirectory:
         new = self.path / _NEW
         files.unlink(new)
         files.write_whole(new, (json.dumps(document, indent=1) + "\n").encode())
+        # Whatever fails from here on: it may be that somebody reads that it is clean.
+        self.is_clean = self.is_clean or is_clean
         files.replace(new, self.path / DESCRIPTION)
-        self.is_clean = is_clean
         files.sync_directory(self.path)
+        self.is_clean = is_clean
 
     def sweep(self, rows: MappedRows | None) -> None:
         """Remove rows that the description does not name: those of a process that was killed, or of before."""

@@ -181,9 +181,13 @@ class MemmapStorage(TensorStorage):
     def _new_rows(self, spec: tree.Spec, fields: tuple[Field, ...]) -> MappedRows:
         rows = MappedRows(self._directory.new_folder(), self.capacity, spec, fields, self._resident_bytes)
         rows.slots.most = self._expected
-        with self._lock:
-            # Files that nobody vouches for must never look like none.
-            self._directory.describe(rows, 0, is_clean=False)
+        try:
+            with self._lock:
+                # Files that nobody vouches for must never look like none.
+                self._directory.describe(rows, 0, is_clean=False)
+        except BaseException:
+            rows.discard()
+            raise
         return rows
 
     def _replace(self, rows: RowMemory | None, count: int) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from asyncbuf import MemmapStorage
 
-_MEMORY = Path("/dev/shm")
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def in_files(capacity: int) -> MemmapStorage:
     """A storage in a directory that is gone with it."""
-    directory = tempfile.mkdtemp(prefix="asyncbuf-", dir=_MEMORY if _MEMORY.is_dir() else None)
+    directory = tempfile.mkdtemp(prefix="asyncbuf-", dir=MEMORY)
     storage = MemmapStorage(capacity, directory)
     weakref.finalize(storage, shutil.rmtree, directory, ignore_errors=True)
     return storage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import gc
 import io
 import itertools
@@ -13,6 +14,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,7 @@ from asyncbuf.storage._mapped_directory import DESCRIPTION
 from asyncbuf.testing import assert_exact_resume, assert_same_batch, varied_items
 from tests.helpers import Crew, numbers, rows, seeded, within
 from tests.resume_helpers import items_of, noisy
-from tests.storage.mapped_helpers import in_files
+from tests.storage.mapped_helpers import MEMORY, in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -434,6 +436,83 @@ def test_files_that_cannot_be_made_leave_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     put(storage, 3)
     assert stored(storage, 3) == [0, 1, 2]
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A directory for what syncs hundreds of times; what a disk takes for it is not the question."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield Path(folder)
+
+
+OPERATIONS = (
+    "mkdir",
+    "create",
+    "create_to_map",
+    "write",
+    "write_whole",
+    "replace",
+    "sync",
+    "sync_directory",
+    "allocate",
+)
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["not-done", "done"])
+def test_an_error_of_any_operation_leaves_a_directory_that_tells_the_truth(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """Each operation fails once, or is done and reports an error all the same; who wrote goes on or is killed."""
+    plain = {name: getattr(files, name) for name in OPERATIONS}
+    left = [-1]
+
+    def failing(name: str, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0]:
+            return plain[name](*args)
+        if is_done:
+            made = plain[name](*args)
+            if isinstance(made, io.IOBase):
+                made.close()
+        raise OSError(errno.EIO, f"{name} failed on purpose", "file")
+
+    for name in OPERATIONS:
+        monkeypatch.setattr(files, name, functools.partial(failing, name))
+
+    def tried(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except OSError as error:
+            if "on purpose" not in str(error):
+                raise
+            return False
+        return True
+
+    for number in itertools.count(1):
+        directory = memory_path / f"{number}"
+        left[0] = 0
+        storage = MemmapStorage(9, directory)
+        left[0] = number
+        held: list[int] = []
+        for step in range(3):
+            if tried(functools.partial(put, storage, 5, 10 * step)):
+                held = list(range(10 * step, 10 * step + 5))
+            if step < 2:
+                tried(storage.flush)
+            found = described(directory)
+            assert not found["clean"] or found.get("items", {"rows": 0})["rows"] == len(held)
+        failed = left[0] <= 0
+        left[0] = 0
+        assert stored(storage, 5) == held
+        # It is clean only where the last write has not come to anything.
+        assert not described(directory)["clean"] or held == [10, 11, 12, 13, 14]
+        assert len(folders(directory)) == 1
+        put(storage, 5, 50)
+        storage.close()
+        assert MemmapStorage.read(directory)["number"].tolist() == list(range(50, 55))
+        if not failed:
+            break
+    assert number > 15
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
