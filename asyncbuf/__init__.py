@@ -1,6 +1,7 @@
 """A replay buffer and prefetching sampler for asyncio training loops on PyTorch."""
 
 from asyncbuf import integrations as integrations
+from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -28,6 +29,10 @@ from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
+    FrameStack,
+    Hindsight,
+    JoinedSampler,
+    NStep,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -69,13 +74,18 @@ __all__ = [
     "Container",
     "Counters",
     "Draw",
+    "FrameStack",
     "Freeze",
     "FreezeState",
     "GatherJobs",
+    "Hindsight",
+    "JoinedSampler",
     "Limiter",
     "ListStorage",
     "MemmapStorage",
     "MinSize",
+    "NStep",
+    "NStepAdder",
     "NotYet",
     "Placement",
     "PrefetchError",

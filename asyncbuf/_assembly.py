@@ -61,6 +61,8 @@ class Assembly:
         self.gate = HistoryGate()
         self.table = Table(storage, config.writer, sampler, config.limiter, config.generator)
         self.guard = ReentryGuard()
+        combine = sampler.combine if "combine" in sampler.hooks else None
+        combines_at_once = sampler.combines_at_once and config.collate is None
         chain = TransformChain(
             config.collate,
             config.transforms,
@@ -68,7 +70,7 @@ class Assembly:
             takes_items=storage.needs_collate,
             device=config.device,
             pin_memory=config.pin_memory,
-            combine=sampler.combine if "combine" in sampler.hooks else None,
+            combine=None if combines_at_once else combine,
             guard=self.guard,
         )
         # Others can make a batch that a transform waits for, unless all must wait for that transform.
@@ -84,6 +86,7 @@ class Assembly:
             batch_size=config.batch_size,
             depth=config.prefetch,
             workers=config.workers,
+            combine=combine if combines_at_once else None,
             refuse=() if self.admission is None else (self.admission.refuse,),
             went_on=None if self.admission is None else self.admission.changed,
         )

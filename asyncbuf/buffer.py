@@ -12,14 +12,17 @@ import torch
 
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
+from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._prefetch.queue import EpochCursor
-from asyncbuf._runtime.arguments import seconds
+from asyncbuf._runtime.arguments import instance_of, seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
+from asyncbuf.sampler._tracker import ItemKeys
+from asyncbuf.sampler.n_step import NStep
 from asyncbuf.stream import BatchStream
 
 if TYPE_CHECKING:
@@ -231,6 +234,23 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         await self._turn()
         runs = (await self._writes.write(self._prepare_one, item, priority)).runs
         return runs[0].row if runs else None
+
+    def adder(
+        self, returns: NStep, *, end_key: str | Sequence[str] | None = None, trajectory_key: str | None = None
+    ) -> NStepAdder:
+        """Make what writes items with n-step returns into this buffer.
+
+        Args:
+            returns: the number of steps, the discount and the fields.
+            end_key: path of the field that is true for the last item of a trajectory, or several such, as in
+                ``("terminated", "truncated")``.
+            trajectory_key: path of an integer field that tells trajectories apart, or environments.
+
+        Raises:
+            TypeError, ValueError: an argument is not of the kind that is expected.
+        """
+        instance_of(returns, NStep, "returns", example="NStep(3, gamma=0.99)", arguments="n, gamma")
+        return NStepAdder(returns, ItemKeys(end_key, trajectory_key), self._prepare, self._writes, self._turn)
 
     async def finish(self) -> None:
         """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.

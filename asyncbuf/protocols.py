@@ -38,11 +38,11 @@ class Replay(Protocol[DataT_co]):
     async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Close."""
 
-    async def extend(self, items: Any) -> torch.Tensor:
+    async def extend(self, items: Any, *, priority: Any = None) -> torch.Tensor:
         """Write items: the rows of those that stay, int64 ``[items]``."""
         ...
 
-    async def add(self, item: Any) -> int | None:
+    async def add(self, item: Any, *, priority: Any = None) -> int | None:
         """Write one item: its row, or None if it is not kept."""
 
     async def update_priority(self, batch_or_indices: Batch[Any] | Any, priority: Any) -> None:

@@ -20,9 +20,14 @@ from asyncbuf import (
     Batch,
     CompressedStorage,
     Draw,
+    FrameStack,
+    Hindsight,
+    JoinedSampler,
     ListStorage,
+    NStep,
     Placement,
     Prepared,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -315,6 +320,33 @@ def items_with_history(count: int, start: int = 0) -> list[Any]:
     return [{"number": torch.tensor(i), "product": weight * i} for i in range(start, start + count)]
 
 
+def steps_of(count: int, start: int = 0) -> dict[str, Any]:
+    """Steps of two environments in turns, with goals."""
+    number = torch.arange(start, start + count)
+    goal = (number % 3)[:, None].float()
+    return {**items_of(count, start), "env": number % 2, "done": number % 7 > 4, "goal": goal, "reached": goal + 1}
+
+
+def separate_steps_of(count: int, start: int = 0) -> list[dict[str, Any]]:
+    steps = steps_of(count, start)
+    return [{name: column[i].clone() for name, column in steps.items()} for i in range(count)]
+
+
+def joined(capacity: int) -> Sampler:
+    returns = NStep(3, 0.9, reward_key="number", terminated_key="done", next_keys="reached")
+    frames = FrameStack(2, "wide", next_key="next_wide")
+    return JoinedSampler(PrioritizedSampler(), returns, frames, end_key="done", trajectory_key="env")
+
+
+def is_reached(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    return (achieved == goal)[:, 0]
+
+
+def relabelled(capacity: int) -> Sampler:
+    goals = Hindsight(is_reached, goal_key="goal", achieved_key="reached", reward_key="number")
+    return JoinedSampler(SamplerWithoutReplacement(), goals, end_key="done", trajectory_key="env")
+
+
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 ITEMS = 20
@@ -370,6 +402,8 @@ KINDS: dict[str, Kind] = {
     "tensordict": Kind(items=tensordict_of),
     "tensordict-transform": Kind(transforms=lambda: [late, to_tensordict]),
     "compressed": Kind(passes(), CompressedStorage, large_items, transforms=lambda: [noisy]),
+    "joined": Kind(joined, items=steps_of, transforms=lambda: [noisy]),
+    "relabelled": Kind(relabelled, ListStorage, separate_steps_of, transforms=lambda: [late]),
     "user-writer": Kind(passes(), writer=ThinningWriter),
     "user-storage": Kind(FavourSampler, DictStorage, transforms=lambda: [noisy]),
 }

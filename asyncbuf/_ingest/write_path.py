@@ -81,20 +81,23 @@ class WritePath:
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
 
-    async def write(self, prepare: Prepare, items: Any, priority: Any = None) -> Placement:
+    async def write(
+        self, prepare: Prepare, items: Any, priority: Any = None, *, written: Callable[[], None] | None = None
+    ) -> Placement:
         """Write items: all of them or, with an error, none.
 
         Args:
             prepare: ``prepare`` or ``prepare_one`` of the storage.
             items: what it takes.
             priority: the priorities of the items: float ``[items]``, or one number for all; None if they have none.
+            written: called in the step in which the items are in the table; must not fail.
 
         Returns:
             Where they went.
         """
         self.check_writable()
-        if priority is not None:
-            prepare = functools.partial(_prepared, prepare, priority)
+        if priority is not None or written is not None:
+            prepare = functools.partial(_prepared, prepare, priority, written)
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
@@ -129,6 +132,8 @@ class WritePath:
             self._table.commit(placement)
             if grant is not None:
                 self._end(grant)
+        if prepared.written is not None:
+            prepared.written()
         self._draws.table_changed()
         return placement
 
@@ -153,6 +158,8 @@ class WritePath:
                 cancelled = await finish(copied)
                 copied.result()
                 shielded(self._commit, placement, event, grant)
+                if prepared.written is not None:
+                    prepared.written()
                 self._draws.table_changed()
         finally:
             if self._life.is_idle:
@@ -235,8 +242,10 @@ class WritePath:
         self._draws.table_changed()
 
 
-def _prepared(prepare: Prepare, priority: Any, items: Any) -> Prepared:
-    """Items that come with priorities."""
+def _prepared(prepare: Prepare, priority: Any, written: Callable[[], None] | None, items: Any) -> Prepared:
+    """Items that come with priorities, or with something to do when they are written."""
     found = prepare(items)
+    if priority is None:
+        return dataclasses.replace(found, written=written)
     values = checks.priorities(priority, found.count, is_batch=False)
-    return dataclasses.replace(found, priority=values.to(torch.float64).numpy().copy())
+    return dataclasses.replace(found, priority=values.to(torch.float64).numpy().copy(), written=written)

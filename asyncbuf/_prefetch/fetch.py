@@ -102,7 +102,7 @@ class Fetcher:
         """
         if self._chain.ordered:
             self._in_order.add([entry])
-        is_quick = self._chain.quick and not entry.ticket.draw.joins
+        is_quick = self._chain.quick and not (entry.ticket.draw.joins and self._chain.combines)
         if not is_quick or not self._make_here(entry, offload):
             self._gather(entry, offload, is_urgent=is_urgent)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf._plain.tree import map_leaves
 from asyncbuf._prefetch.containers import ATOMS, is_tensor_collection, kind_of
 from asyncbuf.errors import SchemaError
 
@@ -35,44 +34,35 @@ class Gathered:
         self.joined = dict(joined)
 
 
-def with_joins(draw: Draw) -> Draw:
-    """A draw that asks for the rows of its joins, too, behind its own: they are gathered together, in no shape."""
-    if not draw.joins:
-        return draw
-    joined = [indices.reshape(-1) for indices in draw.joins.values()]
-    return draw._replace(indices=torch.cat([draw.indices, *joined]), shape=None)
+def rows_to_gather(draw: Draw) -> list[torch.Tensor]:
+    """The rows of a draw, and those of each of its joins: int64 ``[rows]`` each, gathered each into its own memory."""
+    return [draw.indices, *[indices.reshape(-1) for indices in draw.joins.values()]]
 
 
-def arranged(draw: Draw, rows: Any, *, are_items: bool) -> Any:
-    """What was gathered for ``with_joins(draw)``, taken apart and in the shapes that the draw asks for.
+def arranged(draw: Draw, parts: Sequence[Any], *, are_items: bool) -> Any:
+    """What was gathered for ``rows_to_gather(draw)``, in the shapes that the draw asks for.
 
     Args:
-        draw: has a shape, or joins.
-        rows: a tree whose leaves have a leading axis of all rows; or a list of items that are not collated yet.
+        draw: the draw.
+        parts: for each, a tree whose leaves have a leading axis of rows; or a list of items that are not collated yet.
         are_items: whether it is such a list.
 
     Returns:
         The tree ``[*shape, *item]`` of a draw without joins; otherwise what ``combine`` gets. Items are shaped when
         they have been collated.
     """
-    if draw.shape is not None and not draw.joins and not are_items:
-        return shaped(rows, draw.shape)  # the short way, for slices
-    parts, start = [], 0
-    for count in (draw.indices.numel(), *(indices.numel() for indices in draw.joins.values())):
-        parts.append(_part(rows, slice(start, start + count), are_items=are_items))
-        start += count
-    data, joined = parts[0], dict(zip(draw.joins, parts[1:], strict=True))
+    data = parts[0]
     if are_items:
-        return Gathered(draw, data, joined)
+        is_flat = draw.shape is None and not draw.joins
+        return data if is_flat else Gathered(draw, data, dict(zip(draw.joins, parts[1:], strict=True)))
     if draw.shape is not None:
         data = shaped(data, draw.shape)
-    if not joined:
+    if not draw.joins:
         return data
-    return Gathered(draw, data, {name: shaped(part, draw.joins[name].shape) for name, part in joined.items()})
-
-
-def _part(rows: Any, part: slice, *, are_items: bool) -> Any:
-    return rows[part] if are_items else map_leaves(lambda leaf: leaf[part], rows)
+    joined = {}
+    for (name, indices), part in zip(draw.joins.items(), parts[1:], strict=True):
+        joined[name] = part if indices.ndim == 1 else shaped(part, indices.shape)
+    return Gathered(draw, data, joined)
 
 
 def shaped(data: Any, shape: Sequence[int]) -> Any:

@@ -16,6 +16,7 @@ from asyncbuf._prefetch.standstill import Standstill
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncbuf._prefetch.gather import Combine
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
@@ -35,6 +36,7 @@ class Prefetch:
         batch_size: rows of a prefetched ticket; None if each call says its own.
         depth: how many tickets are drawn ahead of those asked for.
         workers: how many tickets are transformed at once.
+        combine: what ``Gatherer`` does about joins.
         refuse: told why, when nobody will be admitted any more: each ends the waiting of its own.
         went_on: called after each draw and each change of the table; None if nobody waits for that.
 
@@ -59,11 +61,12 @@ class Prefetch:
         batch_size: int | None,
         depth: int,
         workers: int,
+        combine: Combine | None = None,
         refuse: Sequence[Callable[[Callable[[], Exception]], None]] = (),
         went_on: Callable[[], None] | None = None,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
-        gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads)
+        gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads, combine)
         in_order = InOrder()
         fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing, in_order)
         drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, in_order, lifecycle, went_on)

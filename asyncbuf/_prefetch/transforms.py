@@ -138,6 +138,11 @@ class TransformChain:
         return not self.steps and self._combines is None
 
     @property
+    def combines(self) -> bool:
+        """Whether joins are combined here, and not as soon as their rows are there."""
+        return self._combines is not None
+
+    @property
     def with_state(self) -> list[int]:
         """Which transforms have a ``state_dict``. They are not asked for it: they may be at work."""
         return [i for i, transform in enumerate(self.transforms) if has(transform, "state_dict")]

@@ -190,3 +190,26 @@ def factory(value: Any, name: str) -> None:
         raise TypeError(
             f"{name}: expected a function that makes a new one each time, found {shown(value)}: write lambda: ..."
         )
+
+
+def field_paths(value: Any, name: str, *, example: str) -> tuple[str, ...]:
+    """Check an argument that is the path of a field, or several.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
+    if not all(isinstance(path, str) and path for path in found):
+        raise TypeError(f"{name}: expected the path of a field such as {example!r}, or several, found {shown(value)}")
+    return found
+
+
+def field_path(value: Any, name: str, *, example: str) -> str:
+    """Check an argument that is the path of a field.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name}: expected the path of a field such as {example!r}, found {shown(value)}")
+    return value

@@ -2,6 +2,10 @@
 
 from asyncbuf.rows import Rows
 from asyncbuf.sampler.base import Sampler
+from asyncbuf.sampler.frame_stack import FrameStack
+from asyncbuf.sampler.hindsight import Hindsight
+from asyncbuf.sampler.joined import JoinedSampler
+from asyncbuf.sampler.n_step import NStep
 from asyncbuf.sampler.prioritized import PrioritizedSampler
 from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
@@ -10,6 +14,10 @@ from asyncbuf.sampler.trajectories import TrajectorySampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
+    "FrameStack",
+    "Hindsight",
+    "JoinedSampler",
+    "NStep",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",

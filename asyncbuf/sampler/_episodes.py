@@ -123,6 +123,12 @@ class Episodes:
         """For how many rows there is room."""
         return len(self.next)
 
+    @property
+    def stop(self) -> int:
+        """The row behind the last one with an item."""
+        used = np.flatnonzero(self.numbers)
+        return int(used[-1]) + 1 if len(used) else 0
+
     def reserve(self, capacity: int) -> None:
         """Have room for so many rows."""
         if capacity > len(self.next):
@@ -323,8 +329,7 @@ class Episodes:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Numbers, links and flags by row; keys, rows and numbers of items of open trajectories, -1 for lost rows."""
-        used = np.flatnonzero(self.numbers)
-        stop = used[-1] + 1 if len(used) else 0
+        stop = self.stop
         numbers = self.numbers[:stop] - 1
         is_there = numbers >= 0
         slots = np.fromiter(self._open.values(), np.int64, len(self._open))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from asyncbuf._runtime.arguments import field_path, field_paths
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from asyncbuf.rows import Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._episodes import Cut, Episodes, Joined, Pieces
@@ -59,11 +60,9 @@ class ItemKeys:
     """
 
     def __init__(self, end_key: str | Sequence[str] | None, trajectory_key: str | None) -> None:
-        ends = () if end_key is None else (end_key,) if isinstance(end_key, str) else tuple(end_key)
-        if not all(isinstance(key, str) for key in ends):
-            raise TypeError(f"end_key: expected the path of a field, or several, found {end_key!r}")
-        if not isinstance(trajectory_key, str | None):
-            raise TypeError(f"trajectory_key: expected the path of a field, found {trajectory_key!r}")
+        ends = () if end_key is None else field_paths(end_key, "end_key", example="done")
+        if trajectory_key is not None:
+            field_path(trajectory_key, "trajectory_key", example="env")
         if not ends and trajectory_key is None:
             raise ValueError('expected an end_key such as "done", or a trajectory_key such as "env"; found neither')
         self._ends = ends
@@ -100,7 +99,10 @@ class ItemKeys:
 
     def of(self, event: WriteEvent) -> tuple[Int64Array | None, BoolArray | None]:
         """As ``of_one``, for the items of a write: int64 ``[offered]`` and bool ``[offered]``, None where no key is."""
-        offered = event.offered
+        return self.of_columns(event.offered)
+
+    def of_columns(self, offered: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Int64Array | None, BoolArray | None]:
+        """As ``of``, for columns by path."""
         ends: BoolArray | None = None
         for path in self._ends:
             here = offered[path].reshape(-1) != 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from asyncbuf._plain.state import fields
 
@@ -45,13 +45,17 @@ class Sampler(ABC):
         trusted: whether draws are used without a look at their indices. Not inherited: a subclass says so itself.
         counts_draws: whether the answer of ``may_draw`` may change by draws alone. If not, it is asked for after
             writes, removals and priority updates only. A subclass that defines ``may_draw`` says so itself.
-        hooks: which optional methods the class defines; found out when the class is made.
+        combines_at_once: whether ``combine`` is quick and only puts tensors together. It is then called on the event
+            loop as soon as the rows are there, with the gathered rows themselves; not if they must be collated first.
+        hooks: which optional methods the class defines; found out when the class is made. A sampler around another one
+            may have an attribute of its own.
     """
 
     columns: tuple[str, ...] = ()
-    trusted: ClassVar[bool] = False
-    counts_draws: ClassVar[bool] = True
-    hooks: ClassVar[frozenset[str]] = frozenset()
+    trusted: bool = False
+    counts_draws: bool = True
+    combines_at_once: bool = False
+    hooks: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note which optional methods the class defines."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class PrioritizedSampler(Sampler):
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
     """
 
-    trusted: ClassVar[bool] = True
+    trusted: bool = True
 
     def __init__(
         self,

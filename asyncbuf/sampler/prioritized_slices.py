@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,8 +58,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
     """
 
-    trusted: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = False
+    trusted: bool = True
+    counts_draws: bool = False
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RandomSampler(Sampler):
     """Draws each row uniformly from all valid rows, with replacement. Endless: it has no passes."""
 
-    trusted: ClassVar[bool] = True
+    trusted: bool = True
 
     def draw(self, rows: Rows, batch_size: int, generator: torch.Generator) -> Draw:
         """``batch_size`` rows, each uniform over the valid ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,8 +59,8 @@ class SliceSampler(Sampler):
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
     """
 
-    trusted: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = False
+    trusted: bool = True
+    counts_draws: bool = False
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class SliceSamplerWithoutReplacement(Sampler):
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
     """
 
-    trusted: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = False
+    trusted: bool = True
+    counts_draws: bool = False
 
     def __init__(
         self,

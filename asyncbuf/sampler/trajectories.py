@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,8 +49,8 @@ class TrajectorySampler(Sampler):
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
     """
 
-    trusted: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = False
+    trusted: bool = True
+    counts_draws: bool = False
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ class SamplerWithoutReplacement(Sampler):
         TypeError: one of them is no bool.
     """
 
-    trusted: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = False  # a pass can begin as soon as, and as long as, there are rows for a batch
+    trusted: bool = True
+    counts_draws: bool = False  # a pass can begin as soon as, and as long as, there are rows for a batch
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
         self._drop_last = flag(drop_last, "drop_last")

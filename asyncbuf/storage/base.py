@@ -32,6 +32,7 @@ class Prepared:
         payload: what the storage that prepared them wants to find again.
         basis: what they were checked against, for ``Storage.is_current``.
         priority: the priorities that came with them, float64 ``[items]``; None if none did.
+        written: called in the step in which they are in the table; None for nothing to do. Not for storages.
     """
 
     count: int
@@ -39,6 +40,7 @@ class Prepared:
     payload: Any
     basis: Any = None
     priority: Float64Array | None = None
+    written: Callable[[], None] | None = None
 
 
 class Runs(enum.Enum):

@@ -14,6 +14,7 @@ from asyncbuf import ListStorage, ReplayBuffer, SamplerWithoutReplacement, Tenso
 from tests.benchmarks.checkpoints import checkpoints
 from tests.benchmarks.harness import Comparison, Contender, awaiting, blocking
 from tests.benchmarks.peers import floors, peers, queue, select
+from tests.benchmarks.samplers import joins, priorities, slices
 from tests.benchmarks.workloads import ATARI, MUJOCO, Workload, nested, padded, tokens
 
 if TYPE_CHECKING:
@@ -222,6 +223,9 @@ async def everything(names: set[str], scale: float, rounds: int) -> AsyncIterato
         ("loop", training(MUJOCO, scale, rounds)),
         ("loop", training(ATARI, scale, rounds)),
         ("scale", scaling(scale, rounds)),
+        ("priorities", priorities(scale, rounds)),
+        ("slices", slices(scale, rounds)),
+        ("joins", joins(scale, rounds)),
         ("import", imports(scale, rounds)),
         ("save", checkpoints(scale, rounds)),
     ]
@@ -231,7 +235,10 @@ async def everything(names: set[str], scale: float, rounds: int) -> AsyncIterato
                 yield comparison
 
 
-NAMES = ("sample", "atari", "tokens", "nested", "extend", "loop", "scale", "import", "save")
+NAMES = (
+    *("sample", "atari", "tokens", "nested", "extend", "loop", "scale"),
+    *("priorities", "slices", "joins", "import", "save"),
+)
 """What can be asked for."""
 DEFAULT = ("sample", "tokens", "nested", "extend", "loop")
 """What is measured unless something is asked for, in about two minutes."""

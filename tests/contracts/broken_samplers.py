@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -303,7 +303,7 @@ class NeverReady(WeightSampler):
 class ClosedByDraws(LeaseSampler):
     """Says that draws do not change the answer, and they do."""
 
-    counts_draws: ClassVar[bool] = False
+    counts_draws: bool = False
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

@@ -150,7 +150,9 @@ def history(plan: Plan, model: Model, choose: random.Random, steps: int) -> Iter
         for row, key, is_end in zip(rows, keys, ends, strict=True):
             model.rows.pop(row, None)
             model.write(row, key if plan.is_keyed else 0, is_end)
+        numbers = np.arange(written, written + count)
         columns = {"env": np.array(keys), "done": np.array(ends)[:, None], "cut": np.zeros(count)}
+        columns |= {"number": numbers.astype(np.float64), "terminated": np.array(ends) & (numbers % 2 == 0)}
         written += count
         runs = tuple(RowRange(row, item, 1) for item, row in enumerate(rows) if row >= 0)
         event = WriteEvent(Placement(count, runs), written - count, _table(plan, model, written), columns)

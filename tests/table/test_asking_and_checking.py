@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ class Asked(RandomSampler):
 
 
 class AskedAboutRows(Asked):
-    counts_draws: ClassVar[bool] = False
+    counts_draws: bool = False
 
 
 class AskedLimiter(Limiter):
