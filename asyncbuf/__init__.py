@@ -47,9 +47,11 @@ from asyncbuf.sampler import (
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import (
     ColumnStorage,
+    CompressedStorage,
     DatasetStorage,
     GatherJobs,
     ListStorage,
+    MemmapStorage,
     Prepared,
     RaggedStorage,
     Runs,
@@ -82,6 +84,7 @@ __all__ = [
     "CheckpointVersionError",
     "Checkpointer",
     "ColumnStorage",
+    "CompressedStorage",
     "Container",
     "Counters",
     "DatasetStorage",
@@ -96,6 +99,7 @@ __all__ = [
     "Limiter",
     "ListStorage",
     "MaxValueWriter",
+    "MemmapStorage",
     "MinSize",
     "NStep",
     "NStepAdder",

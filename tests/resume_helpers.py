@@ -18,6 +18,7 @@ import torch
 
 from asyncbuf import (
     Batch,
+    CompressedStorage,
     Draw,
     FrameStack,
     Hindsight,
@@ -296,6 +297,12 @@ def tensordict_of(count: int, start: int = 0) -> TensorDict:
     return TensorDict({"number": fields["number"], "deep": {"wide": fields["wide"]}}, batch_size=[count])
 
 
+def large_items(count: int, start: int = 0) -> dict[str, torch.Tensor]:
+    """Items with a leaf that is large enough to be compressed."""
+    items = items_of(count, start)
+    return {**items, "image": items["number"][:, None].repeat(1, 200)}
+
+
 def to_tensordict(data: Any) -> Any:
     from tensordict import TensorDict
 
@@ -402,6 +409,7 @@ KINDS: dict[str, Kind] = {
     "list-tensordict": Kind(passes(), ListStorage, list_of_tensordicts),
     "tensordict": Kind(items=tensordict_of),
     "tensordict-transform": Kind(transforms=lambda: [late, to_tensordict]),
+    "compressed": Kind(passes(), CompressedStorage, large_items, transforms=lambda: [noisy]),
     "joined": Kind(joined, items=steps_of, transforms=lambda: [noisy]),
     "relabelled": Kind(relabelled, ListStorage, separate_steps_of, transforms=lambda: [late]),
     "user-writer": Kind(passes(), writer=ThinningWriter),

@@ -16,11 +16,13 @@ from asyncbuf import (
     BufferFailedError,
     Checkpointer,
     CheckpointError,
+    CompressedStorage,
     Container,
     Freeze,
     ImmutableDatasetWriter,
     ListStorage,
     MaxValueWriter,
+    MemmapStorage,
     MinSize,
     RaggedStorage,
     RandomSampler,
@@ -213,6 +215,18 @@ CASES: dict[str, Case] = {
     "RaggedStorage.max_length": Case(
         lambda b, p, v: RaggedStorage(3, ["x"], max_length=v), [*NO_NUMBER, True, 0, -1, 1.5], "max_length"
     ),
+    "CompressedStorage.capacity": Case(lambda b, p, v: CompressedStorage(v), NO_COUNT, "capacity"),
+    "CompressedStorage.codec": Case(lambda b, p, v: CompressedStorage(3, codec=v), [*NO_NUMBER, 3, "gzip"], "codec"),
+    "CompressedStorage.level": Case(
+        lambda b, p, v: CompressedStorage(3, codec="zlib", level=v), [*NO_NUMBER, None, True, 1.0, -1, 10], "level"
+    ),
+    "MemmapStorage.capacity": Case(lambda b, p, v: MemmapStorage(v, p / "rows"), NO_COUNT, "capacity"),
+    "MemmapStorage.directory": Case(lambda b, p, v: MemmapStorage(3, v), NO_PATH, "directory"),
+    "MemmapStorage.overwrite": Case(lambda b, p, v: MemmapStorage(3, p, overwrite=v), NO_FLAG, "overwrite"),
+    "MemmapStorage.resident_bytes": Case(
+        lambda b, p, v: MemmapStorage(3, p, resident_bytes=v), [*NO_COUNT, 1000], "resident_bytes"
+    ),
+    "MemmapStorage.read.directory": Case(lambda b, p, v: MemmapStorage.read(v), NO_PATH, "directory"),
     "ListStorage.capacity": Case(lambda b, p, v: ListStorage(v), NO_COUNT, "capacity"),
     "MinSize.items": Case(lambda b, p, v: MinSize(v), NO_COUNT, "min_size"),
     "SamplerWithoutReplacement.drop_last": Case(
@@ -329,7 +343,8 @@ async def result(made: Any) -> Any:
 def test_every_argument_is_in_the_table() -> None:
     """Of the buffer, the checkpointer and what registers: by their signatures."""
     missing = []
-    for owner in (ReplayBuffer, Checkpointer, TensorStorage, ListStorage, RaggedStorage, SamplerWithoutReplacement):
+    storages = (TensorStorage, MemmapStorage, CompressedStorage, RaggedStorage, ListStorage)
+    for owner in (ReplayBuffer, Checkpointer, *storages, SamplerWithoutReplacement):
         for name, method in inspect.getmembers(owner, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
                 continue

@@ -12,6 +12,7 @@ import torch
 
 from asyncbuf import (
     Batch,
+    CompressedStorage,
     RandomSampler,
     ReplayBuffer,
     Rows,
@@ -33,6 +34,7 @@ from tests.helpers import (
     turns,
     wander,
 )
+from tests.storage.mapped_helpers import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -118,6 +120,8 @@ class Storages(NamedTuple):
 STORAGES = {
     "inline": Storages(lambda capacity, slow: TensorStorage(capacity), 1),
     "large": Storages(lambda capacity, slow: TensorStorage(capacity), 6000),
+    "compressed": Storages(lambda capacity, slow: CompressedStorage(capacity), 300),
+    "memmap": Storages(lambda capacity, slow: in_files(capacity), 1),
     "threads": Storages(
         lambda capacity, slow: (
             ThreadedStorage(capacity, on_write=jitter, on_gather=jitter) if slow else ThreadedStorage(capacity)
@@ -170,6 +174,8 @@ CASES = [
     ("random", "sync", "inline"),
     ("weighted", "async", "large"),
     ("weighted", "mixed", "threads"),
+    ("weighted", "mixed", "memmap"),
+    ("passes", "async", "compressed"),
     ("passes", "quick", "inline"),
     ("passes", "sync", "threads"),
     ("full-passes", "none", "threads"),

@@ -6,9 +6,12 @@ An error always names the path. Nothing here tries again, and nothing is decided
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import stat as modes
+import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +31,8 @@ except ImportError:  # Windows
 # What is written past the page cache begins and ends at multiples of this.
 BLOCK_BYTES = 4096
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+# So that more may be mapped than there is memory. Python names the flag from 3.13 on.
+NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # What a system says that lacks a call, or lacks it for this kind of file.
 LACKING = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _PIECE_BYTES = 1024 * 1024
@@ -158,6 +163,19 @@ def create(path: Path) -> FileIO:
     return open(path, "xb", buffering=0)
 
 
+def create_to_map(path: Path) -> FileIO:
+    """Open a new file for reading and writing; it must not be there."""
+    return open(path, "x+b", buffering=0)
+
+
+def unnamed(folder: Path) -> FileIO:
+    """Open a new file without a name, for reading and writing: it is gone when it is closed."""
+    with _naming(folder):
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".unnamed-")
+    os.unlink(name)
+    return open(handle, "w+b", buffering=0)
+
+
 def open_file(path: Path) -> FileIO:
     """Open a regular file for reading. A link is not followed, and a pipe is not waited for.
 
@@ -243,6 +261,55 @@ def read_sparse(file: FileIO, path: Path, content: memoryview) -> None:
             file.seek(start)
             read_into(file, path, content[start:stop])
             start = stop
+
+
+def resize(file: FileIO, path: Path, nbytes: int) -> None:
+    """Let a file have so many bytes, of which new ones are a hole."""
+    with _naming(path):
+        file.truncate(nbytes)
+
+
+def allocate(file: FileIO, path: Path, start: int, nbytes: int) -> None:
+    """Have room on the disk for bytes of a file that were never written, so that writing them does not fail for that.
+
+    What is written through memory into a hole, where the disk is full, would end the process (SIGBUS).
+    """
+    with _naming(path):
+        try:
+            os.posix_fallocate(file.fileno(), start, nbytes)
+        except (OSError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno not in LACKING:
+                raise
+            _fill(file, path, start, nbytes)
+
+
+def _fill(file: FileIO, path: Path, start: int, nbytes: int) -> None:
+    """Zeros take the room, where a system has no better way."""
+    file.seek(start)
+    for done in range(0, nbytes, _PIECE_BYTES):
+        write(file, path, bytes(min(_PIECE_BYTES, nbytes - done)))
+
+
+def will_read(file: FileIO, path: Path, start: int, nbytes: int) -> None:
+    """Have the system read a part of a file ahead, where it can."""
+    if hasattr(os, "posix_fadvise"):
+        with _naming(path):
+            os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def mapped(file: FileIO, path: Path, *, shared: bool) -> mmap.mmap:
+    """A whole file as memory.
+
+    Args:
+        file: the file, which has at least one byte.
+        path: where it is, for messages.
+        shared: whether what is written to the memory is written to the file. Otherwise nobody else sees it.
+    """
+    with _naming(path):
+        if shared:
+            return mmap.mmap(file.fileno(), 0)
+        flags = mmap.MAP_PRIVATE | NO_RESERVE
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def sync(file: FileIO, path: Path) -> None:

@@ -156,6 +156,18 @@ def share(directory: Path, stop: Stop | None = None) -> Held | None:
     return _enter(directory, stop or Stop(), time.monotonic() + MOST_SECONDS, alone=False)
 
 
+def share_now(directory: Path) -> Held | None:
+    """As ``share``, without waiting.
+
+    Returns:
+        None if somebody is there alone, or it is not there.
+    """
+    try:
+        return _enter(directory, Stop(), 0.0, alone=False)
+    except _BusyError:
+        return None
+
+
 def alone(directory: Path) -> Held | None:
     """Be at work in a directory alone, to remove it: nobody enters before ``release``.
 

@@ -214,7 +214,7 @@ class CopyOnWrite:
         self._rows = rows
         self._step = step
         self._lock = threading.Lock()
-        self._kept: dict[int, list[Records]] = {}
+        self._kept: dict[int, Any] = {}
 
     def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
@@ -229,7 +229,7 @@ class CopyOnWrite:
         for segment in segments:
             with self._lock:
                 if segment not in self._kept:
-                    self._kept[segment] = self._copied(segment)
+                    self._kept[segment] = self._put_aside(self._live(segment))
 
     def count(self, start: int, stop: int) -> int:
         """How many rows of a range there are."""
@@ -246,12 +246,19 @@ class CopyOnWrite:
         """
         for segment in range(start // self._step, -(-min(stop, self._rows) // self._step)):
             with self._lock:
-                use(segment * self._step - start, self._kept.get(segment) or self._live(segment))
+                kept = self._kept.get(segment)
+                use(segment * self._step - start, self._live(segment) if kept is None else self._brought_back(kept))
 
     def _live(self, segment: int) -> list[Records]:
         start = segment * self._step
         stop = min(start + self._step, self._rows)
         return [block[start:stop] for block in self._blocks]
 
-    def _copied(self, segment: int) -> list[Records]:
-        return [rows.copy() for rows in self._live(segment)]
+    def _put_aside(self, rows: list[Records]) -> Any:
+        """Copy a segment to where nothing changes it: what ``_brought_back`` needs to know."""
+        return [each.copy() for each in rows]
+
+    def _brought_back(self, kept: Any) -> list[Records]:
+        """The segment again, one array per block."""
+        found: list[Records] = kept
+        return found

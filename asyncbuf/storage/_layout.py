@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from asyncbuf._disk.files import NO_RESERVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 # the second copy costs more than the second place in memory.
 PACKED_FIELD_BYTES = 2048
 PACKED_DENSE_BYTES = 512
-# So that a capacity beyond today's memory may be asked for before it is filled. Python names the flag from 3.13 on.
-_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # Memory that is filled in pages of 2 MB, where there are such, is filled several times as fast. As large as for numpy's
 # own arrays.
 _HUGE_BYTES = 4 * 1024 * 1024
@@ -138,7 +137,8 @@ def allocate(capacity: int, record: np.dtype[np.void]) -> Records:
         return np.zeros(capacity, record)
     flags = {}
     if hasattr(mmap, "MAP_PRIVATE"):
-        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        # So that a capacity beyond today's memory may be asked for before it is filled.
+        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = mmap.mmap(-1, nbytes, **flags)
     if nbytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

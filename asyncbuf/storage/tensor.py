@@ -15,9 +15,9 @@ from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, Sch
 from asyncbuf.rows import SCATTERED, ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
-from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
+from asyncbuf.storage._frozen import Frozen, InMemoryRows, tensors_of
 from asyncbuf.storage._leaf import Field, as_bits, fit, scalar
-from asyncbuf.storage._row_memory import FrozenRows, RowMemory, fill, parsed
+from asyncbuf.storage._row_memory import RowMemory, parsed
 from asyncbuf.storage.base import GatherJobs, Prepared, Runs, Storage
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
     from asyncbuf.batch import Draw
     from asyncbuf.rows import RowRange, ScatteredItems
+    from asyncbuf.storage._frozen import CopyOnWrite
+
+
+_SHARED = (Runs.ANYWHERE, Runs.THREAD)
+_FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
+_FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 class TensorStorage(Storage):
@@ -152,9 +158,9 @@ class TensorStorage(Storage):
     def begin_gather(self, draw: Draw, *, inline: bool, parts: int) -> Any:
         """Let several threads copy into the memory of one batch, each a run of its rows.
 
-        A subclass with a ``gather`` or ``runs`` of its own has the rows gathered by that.
+        A subclass with a ``gather`` of its own, or ``runs`` elsewhere, has the rows gathered by that.
         """
-        is_own = type(self).gather is TensorStorage.gather and self.runs is Runs.ANYWHERE
+        is_own = type(self).gather is TensorStorage.gather and self.runs in _SHARED
         if inline or parts == 1 or self._rows is None or not is_own:
             return super().begin_gather(draw, inline=inline, parts=parts)
         return GatherJobs(*self._rows.gather_in_parts(draw.indices.numpy(), parts))
@@ -182,9 +188,9 @@ class TensorStorage(Storage):
         """Takes no time: rows are kept as they are from now on, one segment at a time, when they are overwritten."""
         if self._rows is None:
             return InMemoryRows(None)
-        kept = CopyOnWrite(self._rows.blocks, self._filled, self._rows.segment_rows)
+        kept = self._rows.kept(self._filled)
         self._frozen.append(weakref.ref(kept, self._frozen.remove))
-        return FrozenRows(self._rows, kept, self._filled)
+        return self._rows.frozen(kept, self._filled)
 
     def load_rows(self, meta: Any, chunks: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
         """Build new rows beside the live ones."""
@@ -200,12 +206,11 @@ class TensorStorage(Storage):
             expected, found = (", ".join(map(str, some)) for some in (self._rows.fields, fields))
             raise CheckpointMismatchError(f"storage: expected items of {expected}; found items of {found}")
         rows = self._new_rows(spec, fields)
-        filled = 0
-        for chunk in chunks:
-            rows.loaded.append(fill(rows, chunk, filled, count))
-            filled += rows.loaded[-1]
-        if filled != count:
-            raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
+        try:
+            _fill(rows, chunks, count)
+        except BaseException:
+            rows.discard()
+            raise
         return lambda: self._replace(rows, count)
 
     def loaded_chunks(self, identities: Sequence[str | None]) -> None:
@@ -245,6 +250,16 @@ class TensorStorage(Storage):
             self._rows = rows
             self._frozen.clear()  # snapshots of the old rows: nobody writes to those any more
         self._filled = count
+
+
+def _fill(rows: RowMemory, chunks: Iterator[dict[str, torch.Tensor]], count: int) -> None:
+    rows.reserve(count)
+    filled = 0
+    for chunk in chunks:
+        rows.loaded.append(rows.fill(chunk, filled, count))
+        filled += rows.loaded[-1]
+    if filled != count:
+        raise CheckpointCorruptError(f"storage: expected {count} rows, found {filled}")
 
 
 def _plainly(known: RowMemory, items: Any, *, batched: bool) -> Prepared | None:

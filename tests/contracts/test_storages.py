@@ -9,20 +9,40 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from asyncbuf import ListStorage, RaggedStorage, Storage, TensorStorage
+from asyncbuf import CompressedStorage, ListStorage, RaggedStorage, Storage, TensorStorage
 from asyncbuf.testing import check_storage, varied_items
 from tests.contracts.broken_storages import BROKEN, ArrayStorage, Awaits, plain_items
 from tests.resume_helpers import InThreads, list_items, list_of_tensordicts, tensordict_of
+from tests.storage.mapped_helpers import in_files
 from tests.storage.ragged_items import PADS, RAGGED, expected_batch, ragged_item, ragged_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def big_items(count: int, start: int) -> dict[str, Any]:
+    """Items with leaves that get smaller and one that does not."""
+    number = torch.arange(start, start + count)
+    noise = torch.stack(
+        [torch.randn(1000, generator=torch.Generator().manual_seed(int(n))) for n in number] or [torch.empty(0)]
+    )
+    return {
+        **varied_items(count, start),
+        "flat": number[:, None, None].to(torch.bfloat16).repeat(1, 40, 30),
+        "noise": noise,
+    }
+
 
 SOUND: dict[str, tuple[Callable[[int], Storage], Callable[[int, int], Any], dict[str, Any]]] = {
     "tensor": (TensorStorage, varied_items, {"misfits": [{"number": torch.arange(3)}, varied_items(0, 0), 3]}),
     "tensor-strided": (lambda capacity: TensorStorage(capacity, contiguous=False), varied_items, {}),
     "tensor-threads": (InThreads, varied_items, {}),
     "tensor-tensordict": (TensorStorage, tensordict_of, {}),
+    "memmap": (in_files, varied_items, {"misfits": [{"number": torch.arange(3)}, varied_items(0, 0), 3]}),
+    "memmap-tensordict": (in_files, tensordict_of, {}),
+    "compressed": (CompressedStorage, big_items, {"misfits": [{"number": torch.arange(3)}, big_items(0, 0), 3]}),
+    "compressed-zlib": (lambda capacity: CompressedStorage(capacity, codec="zlib"), big_items, {}),
+    "compressed-small": (CompressedStorage, varied_items, {}),
     "list": (ListStorage, list_items, {"keeps_references": True, "misfits": [[], "text", 3, {"a": 1}]}),
     "list-tensordict": (ListStorage, list_of_tensordicts, {"keeps_references": True}),
     **{

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncbuf import ListStorage, ReplayBuffer, RowRange, TensorStorage
 from asyncbuf.storage._frozen import Chunk, ChunkVersions, InMemoryRows, tensors_of
 from asyncbuf.storage._leaf import Field
-from asyncbuf.storage._row_memory import _names
+from asyncbuf.storage._row_memory import field_names
 from tests.helpers import lines_of
 
 if TYPE_CHECKING:
@@ -272,10 +272,10 @@ class Compared(str):
         return str.__eq__(self, other)
 
 
-def test_names_of_many_fields_take_time_for_each_and_not_for_each_pair() -> None:
+def testfield_names_of_many_fields_take_time_for_each_and_not_for_each_pair() -> None:
     """They are made while a buffer stands still, in a step of the event loop."""
     paths = [f"{number}" for number in range(1_000)] + ["0", "0", "1"]
     Compared.comparisons = 0
-    names = _names(tuple(Field(Compared(path), torch.uint8, ()) for path in paths))
+    names = field_names(tuple(Field(Compared(path), torch.uint8, ()) for path in paths))
     assert names[-3:] == ["0#2", "0#3", "1#2"]
     assert Compared.comparisons < 2 * len(paths)
