@@ -28,6 +28,7 @@ from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
+    ConsumingSampler,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -56,6 +57,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointVersionError",
     "Checkpointer",
+    "ConsumingSampler",
     "Container",
     "Counters",
     "Draw",

@@ -2,6 +2,7 @@
 
 from asyncbuf.rows import Rows
 from asyncbuf.sampler.base import Sampler
+from asyncbuf.sampler.consuming import ConsumingSampler
 from asyncbuf.sampler.prioritized import PrioritizedSampler
 from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
@@ -10,6 +11,7 @@ from asyncbuf.sampler.trajectories import TrajectorySampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
+    "ConsumingSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",

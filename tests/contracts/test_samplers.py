@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asyncbuf import (
+    ConsumingSampler,
     ListStorage,
     PrioritizedSampler,
     RandomSampler,
@@ -30,6 +31,10 @@ SOUND: dict[str, Callable[[], Sampler]] = {
     "weights": WeightSampler,
     "lease": LeaseSampler,
     "prioritized": PrioritizedSampler,
+    "consuming": ConsumingSampler,
+    "consuming-fifo": lambda: ConsumingSampler(3),
+    "consuming-lifo": lambda: ConsumingSampler(2, "lifo"),
+    "consuming-random": lambda: ConsumingSampler(2, "random"),
     "passes": SamplerWithoutReplacement,
     "passes-drop": lambda: SamplerWithoutReplacement(drop_last=True),
     "passes-order": lambda: SamplerWithoutReplacement(shuffle=False),
