@@ -38,6 +38,7 @@ from asyncbuf.sampler import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TrajectorySampler,
+    WeightedSampler,
 )
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
@@ -96,6 +97,7 @@ __all__ = [
     "SupersededError",
     "TensorStorage",
     "TrajectorySampler",
+    "WeightedSampler",
     "WriteEvent",
     "Writer",
     "WrongLoopError",

@@ -8,6 +8,7 @@ from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
 from asyncbuf.sampler.slices import SliceSampler, SliceSamplerWithoutReplacement
 from asyncbuf.sampler.trajectories import TrajectorySampler
+from asyncbuf.sampler.weighted import WeightedSampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "TrajectorySampler",
+    "WeightedSampler",
 ]

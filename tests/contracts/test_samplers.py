@@ -16,18 +16,22 @@ from asyncbuf import (
     Sampler,
     SamplerWithoutReplacement,
     TensorStorage,
+    WeightedSampler,
     WriteEvent,
 )
 from asyncbuf.testing import check_sampler
 from tests.contracts.broken_samplers import BROKEN, CAPACITY, JoinsForNobody, LeaseSampler, WeightSampler
-from tests.helpers import WeightedSampler, rows, within
+from tests.helpers import WeightedSampler as MultinomialSampler
+from tests.helpers import rows, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOUND: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
-    "weighted": WeightedSampler,
+    "multinomial": MultinomialSampler,
+    "weighted": lambda: WeightedSampler("value"),
+    "weighted-distinct": lambda: WeightedSampler(replacement=False),
     "weights": WeightSampler,
     "lease": LeaseSampler,
     "prioritized": PrioritizedSampler,
