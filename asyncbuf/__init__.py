@@ -37,6 +37,7 @@ from asyncbuf.sampler import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StratifiedSampler,
     TrajectorySampler,
     WeightedSampler,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "Snapshotable",
     "StopSignal",
     "Storage",
+    "StratifiedSampler",
     "SupersededError",
     "TensorStorage",
     "TrajectorySampler",

@@ -7,6 +7,7 @@ from asyncbuf.sampler.prioritized import PrioritizedSampler
 from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
 from asyncbuf.sampler.slices import SliceSampler, SliceSamplerWithoutReplacement
+from asyncbuf.sampler.stratified import StratifiedSampler
 from asyncbuf.sampler.trajectories import TrajectorySampler
 from asyncbuf.sampler.weighted import WeightedSampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
@@ -21,6 +22,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StratifiedSampler",
     "TrajectorySampler",
     "WeightedSampler",
 ]
