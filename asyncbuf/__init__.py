@@ -20,6 +20,7 @@ from asyncbuf.errors import (
     CheckpointNotFoundError,
     CheckpointVersionError,
     PrefetchError,
+    ReadOnlyError,
     SchemaError,
     SupersededError,
     WrongLoopError,
@@ -44,7 +45,14 @@ from asyncbuf.sampler import (
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import GatherJobs, ListStorage, Prepared, Runs, Storage, TensorStorage
 from asyncbuf.stream import BatchStream
-from asyncbuf.writer import Placement, RoundRobinWriter, Writer
+from asyncbuf.writer import (
+    ImmutableDatasetWriter,
+    MaxValueWriter,
+    Placement,
+    ReservoirWriter,
+    RoundRobinWriter,
+    Writer,
+)
 
 __all__ = [
     "AsyncBufError",
@@ -66,8 +74,10 @@ __all__ = [
     "Freeze",
     "FreezeState",
     "GatherJobs",
+    "ImmutableDatasetWriter",
     "Limiter",
     "ListStorage",
+    "MaxValueWriter",
     "MinSize",
     "NotYet",
     "Placement",
@@ -76,8 +86,10 @@ __all__ = [
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "ReadOnlyError",
     "Replay",
     "ReplayBuffer",
+    "ReservoirWriter",
     "RestoredCheckpoint",
     "RoundRobinWriter",
     "RowRange",

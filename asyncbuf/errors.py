@@ -56,6 +56,10 @@ class SchemaError(AsyncBufError, ValueError):
     """Items differ in structure, shape or dtype from those stored before, or cannot be stored at all."""
 
 
+class ReadOnlyError(AsyncBufError):
+    """The buffer holds fixed data: nothing is written to it. Nothing has changed."""
+
+
 class CheckpointError(AsyncBufError):
     """A snapshot or checkpoint could not be written, read or restored. No live object has changed."""
 

@@ -17,6 +17,8 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
+# Up to so many runs, an object for each is quicker than arrays.
+_FEW_RUNS = 8
 
 
 class NotYet(NamedTuple):
@@ -51,28 +53,22 @@ class RowRange:
     count: int
 
 
-class ScatteredRows(Sequence[RowRange]):
-    """Runs of one item each, or of few, without an object for each: items go to ascending rows, one after the other.
+class _Scattered(Sequence[RowRange]):
+    """Runs of one item each, or of few, without an object for each until somebody asks."""
 
-    Args:
-        rows: the rows, ascending: int64 ``[kept]``.
-        item: position of the first item in what was handed to ``extend``; the others follow it.
+    __slots__ = ("_runs", "rows")
 
-    Attributes:
-        rows: the rows.
-        item: position of the first item.
-    """
-
-    __slots__ = ("_runs", "item", "rows")
-
-    def __init__(self, rows: Int64Array, item: int) -> None:
+    def __init__(self, rows: Int64Array) -> None:
         self.rows: Int64Array = rows
-        self.item: int = item
         self._runs: tuple[RowRange, ...] | None = None
+
+    @property
+    def items(self) -> Int64Array:
+        raise NotImplementedError
 
     def _made(self) -> tuple[RowRange, ...]:
         if self._runs is None:
-            self._runs = tuple(runs_of(self.rows, self.item))
+            self._runs = tuple(runs_of(self.rows, self.items))
         return self._runs
 
     @overload
@@ -87,14 +83,92 @@ class ScatteredRows(Sequence[RowRange]):
         """Number of runs."""
         return len(self._made())
 
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return len(self.rows) > 0
 
-def runs_of(rows: Int64Array, item: int) -> list[RowRange]:
-    """Ascending rows, run by run; the first of them takes this item."""
-    starts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist()]
+
+class ScatteredRows(_Scattered):
+    """Many short runs: items that follow each other go to ascending rows.
+
+    Args:
+        rows: the rows, ascending: int64 ``[kept]``.
+        item: position of the first item in what was handed to ``extend``; the others follow it.
+
+    Attributes:
+        rows: the rows.
+        item: position of the first item.
+    """
+
+    __slots__ = ("item",)
+
+    def __init__(self, rows: Int64Array, item: int) -> None:
+        super().__init__(rows)
+        self.item: int = item
+
+    @property
+    def items(self) -> Int64Array:
+        """Positions of the items: int64 ``[kept]``."""
+        return np.arange(self.item, self.item + len(self.rows), dtype=np.int64)
+
+
+class ScatteredItems(_Scattered):
+    """Many short runs: some of the items, in their order, go to rows in any order.
+
+    Args:
+        rows: the rows, each once: int64 ``[kept]``.
+        items: positions of the items in what was handed to ``extend``, ascending: int64 ``[kept]``.
+
+    Attributes:
+        rows: the rows.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, rows: Int64Array, items: Int64Array) -> None:
+        super().__init__(rows)
+        self._items = items
+
+    @property
+    def items(self) -> Int64Array:
+        """Positions of the items: int64 ``[kept]``."""
+        return self._items
+
+
+SCATTERED = (ScatteredRows, ScatteredItems)
+
+
+def runs_of(rows: Int64Array, item: int | Int64Array) -> list[RowRange]:
+    """Rows and items, run by run.
+
+    Args:
+        rows: the rows: int64 ``[kept]``.
+        item: position of the first item, which the others follow; or that of each: int64 ``[kept]``.
+    """
+    if not len(rows):
+        return []
+    breaks = np.diff(rows) != 1
+    items = range(item, item + len(rows)) if isinstance(item, int) else item
+    if not isinstance(item, int):
+        breaks |= np.diff(item) != 1
+    starts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
     return [
-        RowRange(int(rows[start]), item + start, stop - start)
+        RowRange(int(rows[start]), int(items[start]), stop - start)
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)
     ]
+
+
+def placed(offered: int, rows: Int64Array, items: Int64Array, note: Any = None) -> Placement:
+    """Where some of the items go, in few objects however many they are.
+
+    Args:
+        offered: number of items that were handed in.
+        rows: the rows, each once: int64 ``[kept]``.
+        items: positions of the items that go there, ascending: int64 ``[kept]``.
+        note: as in ``Placement``.
+    """
+    few = len(rows) <= _FEW_RUNS
+    return Placement(offered, tuple(runs_of(rows, items)) if few else ScatteredItems(rows, items), note)
 
 
 class Placement(NamedTuple):
@@ -103,16 +177,18 @@ class Placement(NamedTuple):
     Attributes:
         offered: number of items that were handed in.
         runs: rows and items, run by run, in the order of the items; items that are not kept are in none.
+        note: what the writer wants to find again when it commits the placement.
     """
 
     offered: int
     runs: Sequence[RowRange]
+    note: Any = None
 
     @property
     def rows(self) -> Int64Array:
         """The rows that are written, in the order of the kept items: int64 ``[kept]``."""
         # By numpy, whose calls for a few rows take half the time of torch's.
-        if type(self.runs) is ScatteredRows:
+        if isinstance(self.runs, SCATTERED):
             return self.runs.rows.copy()
         if len(self.runs) == 1:
             (run,) = self.runs
@@ -123,15 +199,15 @@ class Placement(NamedTuple):
     @property
     def keeps_all(self) -> bool:
         """Whether every item that was handed in goes to a row."""
-        if type(self.runs) is ScatteredRows:
+        if isinstance(self.runs, SCATTERED):
             return len(self.runs.rows) == self.offered
         return sum([run.count for run in self.runs]) == self.offered
 
     @property
     def items(self) -> Int64Array:
         """Positions of the kept items in what was handed in: int64 ``[kept]``."""
-        if type(self.runs) is ScatteredRows:
-            return np.arange(self.runs.item, self.runs.item + len(self.runs.rows), dtype=np.int64)
+        if isinstance(self.runs, SCATTERED):
+            return self.runs.items
         runs = [np.arange(run.item, run.item + run.count, dtype=np.int64) for run in self.runs]
         return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
 

@@ -20,10 +20,12 @@ from asyncbuf import (
     Batch,
     Draw,
     ListStorage,
+    MaxValueWriter,
     Placement,
     Prepared,
     RandomSampler,
     ReplayBuffer,
+    ReservoirWriter,
     RoundRobinWriter,
     RowRange,
     Rows,
@@ -363,6 +365,8 @@ KINDS: dict[str, Kind] = {
     "tensordict": Kind(items=tensordict_of),
     "tensordict-transform": Kind(transforms=lambda: [late, to_tensordict]),
     "user-writer": Kind(passes(), writer=ThinningWriter),
+    "best-items": Kind(passes(), writer=lambda: MaxValueWriter("number"), transforms=lambda: [noisy]),
+    "reservoir": Kind(passes(), writer=ReservoirWriter),
     "user-storage": Kind(FavourSampler, DictStorage, transforms=lambda: [noisy]),
 }
 

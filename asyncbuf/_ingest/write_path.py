@@ -139,7 +139,7 @@ class WritePath:
         return placement
 
     def _place(self, prepared: Prepared) -> tuple[Placement, WriteEvent | None]:
-        placement = self._table.place(prepared.count)
+        placement = self._table.place_items(prepared)
         return placement, self._table.check_write(placement, prepared) if self._table.has_write_events else None
 
     async def _write_in_thread(

@@ -11,7 +11,7 @@ from asyncbuf._plain.integers import are_distinct
 from asyncbuf._plain.state import fields, int64s
 from asyncbuf._table.valid_rows import RowsAfterWrite, SparseRows
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import Rows
+from asyncbuf.rows import SCATTERED, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ class RowIndex:
         runs = placement.runs
         if self.sparse is not None:
             self.sparse.add(placement.rows)
-        elif len(runs) == 1 and runs[0].row <= self._size:  # the short way, which most writes take
+        elif type(runs) is tuple and len(runs) == 1 and runs[0].row <= self._size:  # the short way of most writes
             stop = runs[0].row + runs[0].count
             if stop > self._size:
                 self._size = stop
@@ -83,6 +83,9 @@ class RowIndex:
         """
         numbers = self._numbers
         if numbers is None:
+            return
+        if isinstance(placement.runs, SCATTERED):
+            numbers[placement.runs.rows] = first + placement.runs.items
             return
         for run in placement.runs:
             start = first + run.item
@@ -167,6 +170,10 @@ class RowIndex:
 
 def _dense_size(size: int, runs: Sequence[RowRange]) -> int | None:
     """How many rows are valid after a write to rows of which ``size`` are; None if there are gaps then."""
+    if isinstance(runs, SCATTERED):
+        new = runs.rows[runs.rows >= size]
+        stop = size + len(new)
+        return stop if int(new.max(initial=-1)) < stop else None
     for run in runs if len(runs) < 2 else sorted(runs, key=_row):
         if run.row > size:
             return None

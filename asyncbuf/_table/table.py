@@ -129,7 +129,8 @@ class Table:
     @property
     def asks_others_to_write(self) -> bool:
         """Whether more than a writer and a storage that are ours take part in writing."""
-        return self.has_write_events or self._tells_rows or not (self.writer.trusted and self.storage.trusted)
+        ours = self.writer.trusted and self.storage.trusted and not self.writer.columns
+        return self.has_write_events or self._tells_rows or not ours
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -140,6 +141,21 @@ class Table:
         placement = self.writer.place(count, self._capacity)
         if not self.writer.trusted:
             checks.placement(placement, count, self._capacity, type(self.writer).__name__)
+        return placement
+
+    def place_items(self, prepared: Prepared) -> Placement:
+        """Choose rows for items, with a look at them if the writer wants one. Changes nothing.
+
+        Raises:
+            TypeError, IndexError, ValueError: as ``place``; or the writer refuses these items.
+        """
+        writer = self.writer
+        if not writer.columns:
+            return self.place(prepared.count)
+        columns = self.storage.columns(prepared, writer.columns)
+        placement = writer.place_values(prepared.count, self._capacity, columns)
+        if not writer.trusted:
+            checks.placement(placement, prepared.count, self._capacity, type(writer).__name__)
         return placement
 
     def check_write(self, placement: Placement, prepared: Prepared) -> WriteEvent:

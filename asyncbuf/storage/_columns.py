@@ -39,7 +39,7 @@ def of_fields(fields: Sequence[Field], arrays: Sequence[Column], count: int, pat
             columns[field.path] = values if values.ndim > len(field.shape) else values.reshape(count, *field.shape)
     if len(columns) < len(set(paths)):
         missing, there = [path for path in paths if path not in columns], [field.path for field in fields]
-        raise SchemaError(f"expected items with {missing}, which the sampler asks for; found {there}")
+        raise SchemaError(f"expected items with {missing}, which the sampler or writer asks for; found {there}")
     return columns
 
 
@@ -61,12 +61,15 @@ def of_items(items: Sequence[Any], paths: Sequence[str]) -> dict[str, Column]:
 def _value(item: Any, path: str, where: str) -> Column:
     leaf = _leaf(item, path)
     if leaf is _MISSING:
-        raise SchemaError(f"{where}: expected a leaf at {path!r}, which the sampler asks for; found {summary(item)}")
+        raise SchemaError(
+            f"{where}: expected a leaf at {path!r}, which the sampler or writer asks for; found {summary(item)}"
+        )
     try:
         bits, dtype, guessed = as_bits(leaf, path)
     except SchemaError as error:
         raise SchemaError(
-            f"{where}: expected a number or tensor at {path!r}, which the sampler asks for; found {summary(leaf)}"
+            f"{where}: expected a number or tensor at {path!r}, which the sampler or writer asks for; found "
+            f"{summary(leaf)}"
         ) from error
     field = Field(path, dtype, bits.shape)
     return _values(bits, field) if field.is_carried and not guessed else bits
@@ -91,6 +94,7 @@ def _stacked(values: list[Column], path: str) -> Column:
     shapes = {value.shape for value in values}
     if len(shapes) > 1:
         raise SchemaError(
-            f"{path}: expected the same shape in all items, because the sampler asks for it; found {sorted(shapes)}"
+            f"{path}: expected the same shape in all items, because the sampler or writer asks for it; found "
+            f"{sorted(shapes)}"
         )
     return np.stack(values)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from asyncbuf.rows import ScatteredRows
+from asyncbuf.rows import SCATTERED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -218,7 +218,7 @@ class CopyOnWrite:
 
     def before_write(self, runs: Sequence[RowRange]) -> None:
         """Keep what is about to be overwritten. Called by the thread that writes, before it does."""
-        if type(runs) is ScatteredRows:
+        if isinstance(runs, SCATTERED):
             self._keep(np.unique(runs.rows[runs.rows < self._rows] // self._step).tolist())
             return
         for run in runs:

@@ -12,7 +12,7 @@ import torch
 from asyncbuf._plain import tree
 from asyncbuf._runtime.arguments import flag
 from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, SchemaError
-from asyncbuf.rows import ScatteredRows
+from asyncbuf.rows import SCATTERED, ScatteredRows
 from asyncbuf.storage import _misfits as misfits
 from asyncbuf.storage._columns import of_fields
 from asyncbuf.storage._frozen import CopyOnWrite, Frozen, InMemoryRows, tensors_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import RowRange
+    from asyncbuf.rows import RowRange, ScatteredItems
 
 
 _FLOAT, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
@@ -111,7 +111,7 @@ class TensorStorage(Storage):
         for kept in list(self._frozen):
             if (frozen := kept()) is not None:
                 frozen.before_write(runs)
-        if type(runs) is ScatteredRows:
+        if isinstance(runs, SCATTERED):
             self._write_scattered(rows, arrays, runs)
             return
         noted, noted_end = rows.versions.noted
@@ -126,12 +126,15 @@ class TensorStorage(Storage):
             if end > self._filled:
                 self._filled = end
 
-    def _write_scattered(self, rows: RowMemory, arrays: Sequence[np.ndarray[Any, Any]], runs: ScatteredRows) -> None:
+    def _write_scattered(
+        self, rows: RowMemory, arrays: Sequence[np.ndarray[Any, Any]], runs: ScatteredRows | ScatteredItems
+    ) -> None:
         where = runs.rows
         rows.versions.wrote_rows(where)
+        taken = slice(runs.item, runs.item + len(where)) if isinstance(runs, ScatteredRows) else runs.items
         for column, array in zip(rows.columns, arrays, strict=True):
-            column[where] = array[runs.item : runs.item + len(where)]
-        self._filled = max(self._filled, int(where[-1]) + 1)
+            column[where] = array[taken]
+        self._filled = max(self._filled, int(where.max()) + 1)
 
     def columns(self, prepared: Prepared, paths: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Leaves of prepared items: arrays ``[items, *item]`` by path, perhaps over the memory that was handed in."""

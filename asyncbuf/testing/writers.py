@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -12,6 +13,7 @@ from asyncbuf._plain.codec import encode
 from asyncbuf._table import checks
 from asyncbuf._table.table import Table
 from asyncbuf.buffer import ReplayBuffer
+from asyncbuf.errors import ReadOnlyError, SchemaError
 from asyncbuf.limiter import MinSize
 from asyncbuf.sampler import RandomSampler
 from asyncbuf.storage import TensorStorage
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from asyncbuf.batch import Batch
     from asyncbuf.rows import Placement
+    from asyncbuf.storage import Prepared
 
 _STEPS = {"write": 6.0, "write that fails": 1.0}
 _ROUGH = {**_STEPS, "remove": 2.0}
@@ -37,6 +40,7 @@ _AHEAD, _MALFORMED = 8, 4
 async def check_writer(
     make_writer: Callable[[], Writer],
     *,
+    items: Callable[[int, int], Any] = numbered_items,
     capacity: int = 13,
     seeds: Iterable[int] = range(6),
     steps: int = 50,
@@ -52,6 +56,8 @@ async def check_writer(
 
     Args:
         make_writer: makes a new writer, always the same.
+        items: ``items(count, start)`` makes ``count`` items from item number ``start`` on, as a ``TensorStorage`` takes
+            them. They have the leaf ``number``, int64 ``[count]``, and those that ``Writer.columns`` names.
         capacity: number of rows.
         seeds: one history for each. Of three in a row, the first removes no rows, the second does, the third calls
             ``clear`` as well.
@@ -62,12 +68,12 @@ async def check_writer(
         AssertionError: a rule is broken. The message names it, the step, what was expected and what was found.
         TypeError, ValueError: an argument is of another kind, or out of range.
     """
-    check_arguments(make_writer=make_writer, capacity=capacity, steps=steps, seconds=seconds)
+    check_arguments(make_writer=make_writer, items=items, capacity=capacity, steps=steps, seconds=seconds)
     contract = Contract(type(make_writer()).__name__)
     for seed in seeds:
-        _check_history(_Setting(make_writer, capacity, seed), steps, contract)
+        _check_history(_Setting(make_writer, items, capacity, seed), steps, contract)
     contract.where = "a whole buffer, among writes and removals"
-    buffers = _Buffers(make_writer, capacity)
+    buffers = _Buffers(make_writer, items, capacity)
     ways = WAYS if is_picklable(make_writer()) else WAYS[:3]
     with contract.kept("a buffer with it resumes exactly"):
         await assert_exact_resume(
@@ -112,6 +118,7 @@ class _Setting(NamedTuple):
     """What a history is made of."""
 
     make_writer: Callable[[], Writer]
+    items: Callable[[int, int], Any]
     capacity: int
     seed: int
 
@@ -150,22 +157,40 @@ class _History:
     def _write(self, choose: random.Random, *, fails: bool) -> Any:
         table, contract, capacity = self._table, self._contract, self._setting.capacity
         count = choose.choice((1, 1, 1, 2, 3, 5, capacity - 1, capacity, capacity + 2, 2 * capacity + 1))
+        prepared, other = (self._prepared(number) for number in (count, choose.randrange(1, 2 * capacity)))
         with contract.unchanged(self.writer, "place changes nothing"):
-            with contract.allowed("place never fails"):
-                placement = self.writer.place(count, capacity)
-                self.writer.place(choose.randrange(1, 2 * capacity), capacity)
-                again = self.writer.place(count, capacity)
-            contract.require(again == placement, "place gives the same when asked again", placement, again)
+            placement = self._placed(prepared)
+            self._placed(other)
+            again = self._placed(prepared)
+            plain, same = _plain(placement), _plain(again)
+            contract.require(same == plain, "place gives the same when asked again", plain, same)
+        if placement is None:
+            return "refused"
         self._check_placement(placement, count)
         if fails:
             return None
-        table.storage.write(table.storage.prepare(numbered_items(count, self._written)), placement.runs)
+        table.storage.write(prepared, placement.runs)
         with contract.allowed("commit never fails, and counts what was handed in"):
             table.commit(placement)
         numbers = self._written + placement.items
         self._rows.update(zip(placement.rows.tolist(), numbers.tolist(), strict=True))
         self._written += count
         return [[run.row, run.item, run.count] for run in placement.runs]
+
+    def _prepared(self, count: int) -> Prepared:
+        return self._table.storage.prepare(self._setting.items(count, self._written))
+
+    def _placed(self, prepared: Prepared) -> Placement | None:
+        """Where the items are to go; None if the writer refuses them."""
+        with self._contract.allowed("place fails only with SchemaError or ReadOnlyError"):
+            try:
+                writer, capacity = self.writer, self._setting.capacity
+                if not writer.columns:
+                    return writer.place(prepared.count, capacity)
+                columns = self._table.storage.columns(prepared, writer.columns)
+                return writer.place_values(prepared.count, capacity, columns)
+            except (SchemaError, ReadOnlyError):
+                return None
 
     def _check_placement(self, placement: Placement, count: int) -> None:
         contract = self._contract
@@ -237,6 +262,7 @@ class _Buffers(NamedTuple):
     """What buffers are made of."""
 
     make_writer: Callable[[], Writer]
+    items: Callable[[int, int], Any]
     capacity: int
 
     async def made(self) -> ReplayBuffer:
@@ -247,10 +273,17 @@ class _Buffers(NamedTuple):
             prefetch=2,
             generator=torch.Generator().manual_seed(0),
         )
-        await buffer.extend(numbered_items(2 * self.capacity, 0))
+        for count in (2 * self.capacity, self.capacity):  # some take no more than fit
+            with contextlib.suppress(SchemaError, ReadOnlyError):
+                await buffer.extend(self.items(count, 0))
         return buffer
 
     async def feed(self, buffer: ReplayBuffer, step: int, batch: Batch) -> None:
         if step % 2:
             await buffer.remove(batch.indices[:1])
-        await buffer.extend(numbered_items(5, 2 * self.capacity + 5 * step))
+        with contextlib.suppress(SchemaError, ReadOnlyError):
+            await buffer.extend(self.items(5, 3 * self.capacity + 5 * step))
+
+
+def _plain(placement: Placement | None) -> Any:
+    return placement and (placement.offered, placement.rows.tolist(), placement.items.tolist())

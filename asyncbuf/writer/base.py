@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
     import torch
 
     from asyncbuf.rows import Int64Array, Placement, Rows
@@ -17,12 +20,16 @@ class Writer(ABC):
     Which rows are valid is known to the table: those that were written, until they are removed. A writer may place
     items in any rows.
 
+    A writer defines ``place``; or ``columns`` and ``place_values``, if it must see the items to place them.
+
     Attributes:
+        columns: leaf paths of items, such as ``("score",)`` or ``("meta/score",)``, whose values ``place_values`` gets.
         computes_numbers: whether ``numbers`` can tell the item numbers of rows; if not, the table stores them. Not
             inherited: a subclass says so itself.
         trusted: whether placements are used without a look at their rows. Not inherited, either.
     """
 
+    columns: tuple[str, ...] = ()
     computes_numbers: ClassVar[bool] = False
     trusted: ClassVar[bool] = False
 
@@ -43,9 +50,24 @@ class Writer(ABC):
     def write_count(self) -> int:
         """Number of items ever handed in (a Python int, which does not overflow)."""
 
-    @abstractmethod
     def place(self, count: int, capacity: int) -> Placement:
-        """Choose rows for ``count`` items, no row twice. Changes nothing: the write may still fail."""
+        """Choose rows for ``count`` items, no row twice. Changes nothing: the write may still fail.
+
+        Raises:
+            SchemaError, ReadOnlyError: the writer refuses the items.
+        """
+        raise TypeError(f"{type(self).__name__}: expected place(), because it names no columns; found none")
+
+    def place_values(self, count: int, capacity: int, columns: Mapping[str, np.ndarray[Any, Any]]) -> Placement:
+        """As ``place``, for a writer with ``columns``, and called in its stead.
+
+        Args:
+            count: number of items.
+            capacity: number of rows.
+            columns: the leaves that ``columns`` names: arrays ``[count, ...]`` by path. They may share memory with what
+                the caller of ``extend`` handed in: copy what is kept.
+        """
+        raise TypeError(f"{type(self).__name__}: expected place_values(), because it names columns; found none")
 
     @abstractmethod
     def commit(self, placement: Placement, capacity: int) -> None:

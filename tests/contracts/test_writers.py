@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from asyncbuf import Placement, RoundRobinWriter, RowRange, Writer
+from asyncbuf import (
+    ImmutableDatasetWriter,
+    MaxValueWriter,
+    Placement,
+    ReservoirWriter,
+    RoundRobinWriter,
+    RowRange,
+    Writer,
+)
 from asyncbuf.testing import check_writer
 from tests.contracts.broken_writers import BROKEN, StopsWhenFull
 
@@ -32,6 +40,9 @@ SOUND: dict[str, Callable[[], Writer]] = {
     "ring": RoundRobinWriter,
     "stops-when-full": StopsWhenFull,
     "every-second": EverySecond,
+    "best": lambda: MaxValueWriter("value"),
+    "reservoir": lambda: ReservoirWriter(seed=3),
+    "immutable": ImmutableDatasetWriter,
 }
 
 

@@ -286,7 +286,7 @@ async def test_columns_of_dtypes_that_numpy_lacks() -> None:
 async def test_a_column_that_items_lack(kind: type[TensorStorage] | type[ListStorage]) -> None:
     sampler = Deep()
     buffer = ReplayBuffer(kind(10), sampler=sampler)
-    with pytest.raises(SchemaError, match=r"expected.*(obs/0/step|done).*which the sampler asks for; found"):
+    with pytest.raises(SchemaError, match=r"expected.*(obs/0/step|done).*which the sampler or writer asks for; found"):
         await buffer.add({"done": True})
     assert (len(buffer), sampler.told) == (0, [])
     await buffer.add({"obs": [{"step": 0}], "done": True})

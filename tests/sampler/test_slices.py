@@ -215,7 +215,7 @@ def test_batch_sizes(kind: Callable[..., Sampler], arguments: Any, batch_size: i
     [
         ({"done": torch.zeros(2, 3), "env": torch.zeros(2, dtype=torch.int64)}, "done: expected one value per item"),
         ({"done": torch.zeros(2), "env": torch.zeros(2)}, "env: expected integers that tell trajectories apart"),
-        ({"done": torch.zeros(2)}, r"\['env'\], which the sampler asks for"),
+        ({"done": torch.zeros(2)}, r"\['env'\], which the sampler or writer asks for"),
     ],
 )
 async def test_items_that_do_not_tell_their_trajectory(items: Any, message: str) -> None:
