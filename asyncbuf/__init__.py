@@ -30,6 +30,7 @@ from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
     ConsumingSampler,
+    MixtureSampler,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -51,6 +52,7 @@ from asyncbuf.writer import (
     Placement,
     ReservoirWriter,
     RoundRobinWriter,
+    TableWriter,
     Writer,
 )
 
@@ -79,6 +81,7 @@ __all__ = [
     "ListStorage",
     "MaxValueWriter",
     "MinSize",
+    "MixtureSampler",
     "NotYet",
     "Placement",
     "PrefetchError",
@@ -109,6 +112,7 @@ __all__ = [
     "Storage",
     "StratifiedSampler",
     "SupersededError",
+    "TableWriter",
     "TensorStorage",
     "TrajectorySampler",
     "WeightedSampler",

@@ -198,7 +198,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    async def extend(self, items: Any, *, priority: Any = None) -> torch.Tensor:
+    async def extend(self, items: Any, *, priority: Any = None, table: str | None = None) -> torch.Tensor:
         """Write items: all of them or, with an error, none.
 
         A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
@@ -209,6 +209,7 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
                 of items, which are kept as they are. Of more items than the capacity the last ones stay.
             priority: for a sampler with priorities, those of the items: float ``[items]``, or one number for all. None
                 leaves them to the sampler.
+            table: with a ``TableWriter``, name of the table that the items go into.
 
         Returns:
             The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
@@ -217,19 +218,20 @@ class ReplayBuffer(SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             SchemaError: keys, shapes or dtypes differ from those of the items before, or there is no item.
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
+            TypeError, ValueError: there is no such table.
         """
         await self._turn()
-        placement = await self._writes.write(self._prepare, items, priority)
+        placement = await self._writes.write(self._prepare, items, priority, table)
         return torch.from_numpy(placement.rows)
 
-    async def add(self, item: Any, *, priority: Any = None) -> int | None:
+    async def add(self, item: Any, *, priority: Any = None, table: str | None = None) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
 
         Returns:
             Its row; None if the writer does not keep it.
         """
         await self._turn()
-        runs = (await self._writes.write(self._prepare_one, item, priority)).runs
+        runs = (await self._writes.write(self._prepare_one, item, priority, table)).runs
         return runs[0].row if runs else None
 
     async def finish(self) -> None:

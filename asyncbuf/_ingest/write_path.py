@@ -81,20 +81,23 @@ class WritePath:
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
 
-    async def write(self, prepare: Prepare, items: Any, priority: Any = None) -> Placement:
+    async def write(self, prepare: Prepare, items: Any, priority: Any = None, table: Any = None) -> Placement:
         """Write items: all of them or, with an error, none.
 
         Args:
             prepare: ``prepare`` or ``prepare_one`` of the storage.
             items: what it takes.
             priority: the priorities of the items: float ``[items]``, or one number for all; None if they have none.
+            table: name of the table that they go into; None if the writer has no tables.
 
         Returns:
             Where they went.
         """
         self.check_writable()
-        if priority is not None:
-            prepare = functools.partial(_prepared, prepare, priority)
+        if priority is not None or table is not None:
+            if table is not None:
+                self._table.check_into(table)
+            prepare = functools.partial(_prepared, prepare, priority, table)
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
@@ -235,8 +238,10 @@ class WritePath:
         self._draws.table_changed()
 
 
-def _prepared(prepare: Prepare, priority: Any, items: Any) -> Prepared:
-    """Items that come with priorities."""
+def _prepared(prepare: Prepare, priority: Any, table: str | None, items: Any) -> Prepared:
+    """Items that come with priorities, or go into a table."""
     found = prepare(items)
+    if priority is None:
+        return dataclasses.replace(found, table=table)
     values = checks.priorities(priority, found.count, is_batch=False)
-    return dataclasses.replace(found, priority=values.to(torch.float64).numpy().copy())
+    return dataclasses.replace(found, priority=values.to(torch.float64).numpy().copy(), table=table)

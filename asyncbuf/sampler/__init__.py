@@ -3,6 +3,7 @@
 from asyncbuf.rows import Rows
 from asyncbuf.sampler.base import Sampler
 from asyncbuf.sampler.consuming import ConsumingSampler
+from asyncbuf.sampler.mixture import MixtureSampler
 from asyncbuf.sampler.prioritized import PrioritizedSampler
 from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
@@ -14,6 +15,7 @@ from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
     "ConsumingSampler",
+    "MixtureSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",

@@ -32,6 +32,7 @@ class Prepared:
         payload: what the storage that prepared them wants to find again.
         basis: what they were checked against, for ``Storage.is_current``.
         priority: the priorities that came with them, float64 ``[items]``; None if none did.
+        table: name of the table that they go into; None if none was said.
     """
 
     count: int
@@ -39,6 +40,7 @@ class Prepared:
     payload: Any
     basis: Any = None
     priority: Float64Array | None = None
+    table: str | None = None
 
 
 class Runs(enum.Enum):
