@@ -62,6 +62,7 @@ class TableWriter(Writer):
         self.tables: Mapping[str, range] = MappingProxyType(found)
         self._writers = self._checked_writers({} if writers is None else writers)
         self._write_count = 0
+        self._removed_from: set[str] = set()  # tables from which rows were removed
         if not all(writer.trusted for writer in self._writers.values()):
             vars(self)["trusted"] = False  # of this one: its placements are looked at
 
@@ -140,20 +141,23 @@ class TableWriter(Writer):
         for name, held in self.tables.items():
             gone = rows[(rows >= held.start) & (rows < held.stop)]
             if len(gone):
+                self._removed_from.add(name)
                 self._writers[name].removed(gone - held.start, len(held))
 
     def clear(self) -> None:
         """Start over in all tables."""
+        self._removed_from.clear()
         for writer in self._writers.values():
             writer.clear()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows the tables have, and the state of each writer."""
+        """How many rows the tables have, from which of them rows were removed, and the state of each writer."""
         return {
             "rows": self._counts,
             "write_count": self._write_count,
+            "removed_from": sorted(self._removed_from),
             "writers": {name: writer.state_dict() for name, writer in self._writers.items()},
         }
 
@@ -164,12 +168,15 @@ class TableWriter(Writer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let every writer go on where it was; all of them, or none."""
         name = type(self).__name__
-        kinds: dict[str, type] = dict(rows=list, write_count=int, writers=dict)
-        rows, write_count, writers = fields(state, name, **kinds)
+        kinds: dict[str, type] = dict(rows=list, write_count=int, removed_from=list, writers=dict)
+        rows, write_count, removed_from, writers = fields(state, name, **kinds)
         same(rows, self._counts, f"{name}: tables")
+        if not all(isinstance(table, str) and table in self.tables for table in removed_from):
+            raise CheckpointCorruptError(f"{name}: expected names of tables, found others")
         states = fields(writers, f"{name}: writers", **dict.fromkeys(self.tables, dict))
         load_all(self._writers.values(), states)
         self._write_count = write_count
+        self._removed_from = set(removed_from)
 
     def verify(self, rows: Rows) -> None:
         """Let every writer look at the rows of its table."""
@@ -182,7 +189,7 @@ class TableWriter(Writer):
         for name, region in self.tables.items():
             writer = self._writers[name]
             own = held[(held >= region.start) & (held < region.stop)] - region.start
-            is_dense = len(own) == int(own.max(initial=-1)) + 1
+            is_dense = name not in self._removed_from and len(own) == int(own.max(initial=-1)) + 1
             valid = None if is_dense else _Some(own)
             writer.verify(Rows(len(own), len(region), writer.write_count, valid))
 
