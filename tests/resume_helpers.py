@@ -18,11 +18,14 @@ import torch
 
 from asyncbuf import (
     Batch,
+    ConsumingSampler,
     Draw,
     ListStorage,
     MaxValueWriter,
+    MixtureSampler,
     Placement,
     Prepared,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     ReservoirWriter,
@@ -32,11 +35,15 @@ from asyncbuf import (
     Sampler,
     SamplerWithoutReplacement,
     Storage,
+    StratifiedSampler,
     TensorStorage,
+    WeightedSampler,
     Writer,
 )
 from asyncbuf.testing import assert_same_batch, difference
-from tests.helpers import Stop, WeightedSampler, seeded, within
+from tests.helpers import Stop, seeded, within
+from tests.helpers import WeightedSampler as MultinomialSampler
+from tests.tables import two_tables
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -336,9 +343,14 @@ def passes(*, drop_last: bool = False, shuffle: bool = True) -> Callable[[int], 
     return lambda capacity: SamplerWithoutReplacement(drop_last=drop_last, shuffle=shuffle)
 
 
+def mixture(capacity: int) -> Sampler:
+    samplers = {"one": PrioritizedSampler(), "other": SamplerWithoutReplacement()}
+    return MixtureSampler(samplers, {"one": 0.4, "other": 0.6}, when_empty="others")
+
+
 SAMPLERS: dict[str, Callable[[int], Sampler]] = {
     "random": lambda capacity: RandomSampler(),
-    "weighted": lambda capacity: WeightedSampler(),
+    "weighted": lambda capacity: MultinomialSampler(),
     "favour": FavourSampler,
     "passes": passes(),
     "passes-drop": passes(drop_last=True),
@@ -364,6 +376,12 @@ KINDS: dict[str, Kind] = {
     "list-tensordict": Kind(passes(), ListStorage, list_of_tensordicts),
     "tensordict": Kind(items=tensordict_of),
     "tensordict-transform": Kind(transforms=lambda: [late, to_tensordict]),
+    "weights": Kind(lambda capacity: WeightedSampler("number")),
+    "weights-distinct": Kind(lambda capacity: WeightedSampler(replacement=False)),
+    "stratified": Kind(lambda capacity: StratifiedSampler("number"), transforms=lambda: [noisy]),
+    "consuming": Kind(lambda capacity: ConsumingSampler(60)),
+    "consuming-random": Kind(lambda capacity: ConsumingSampler(60, "random")),
+    "mixture": Kind(mixture, writer=lambda: two_tables(ITEMS)),
     "user-writer": Kind(passes(), writer=ThinningWriter),
     "best-items": Kind(passes(), writer=lambda: MaxValueWriter("number"), transforms=lambda: [noisy]),
     "reservoir": Kind(passes(), writer=ReservoirWriter),

@@ -44,7 +44,7 @@ SOUND: dict[str, Callable[[], Writer]] = {
     "best": lambda: MaxValueWriter("value"),
     "reservoir": lambda: ReservoirWriter(seed=3),
     "tables": lambda: two_tables(13),
-    "tables-of-others": lambda: TurnsWriter({"a": 4, "b": 6, "c": 3}, {"a": ImmutableDatasetWriter()}),
+    "three-tables": lambda: TurnsWriter({"a": 4, "b": 6, "c": 3}),
     "immutable": ImmutableDatasetWriter,
 }
 
