@@ -50,7 +50,7 @@ SEQUENCES: dict[str, Callable[[], Sampler]] = {
         when_empty="others",
     ),
 }
-FEW: dict[str, Any] = {"seeds": range(3), "steps": 30}
+FEW: dict[str, Any] = {"seeds": range(3), "steps": 20}
 MANY: dict[str, Any] = {"seeds": range(18), "steps": 120}
 many = pytest.mark.parametrize(
     "many", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["few", "many"]

@@ -270,7 +270,7 @@ def test_the_cost_does_not_depend_on_how_much_waits(order: str) -> None:
 
 
 @pytest.mark.parametrize(("prefetch", "order"), crossed([0, 1, 4], ORDERS, one_in=3))
-@pytest.mark.parametrize("at", [(0, 2, 5), pytest.param("every", marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize("at", [(3,), pytest.param("every", marks=pytest.mark.slow)], ids=["one", "every"])
 async def test_exact_resume(prefetch: int, order: str, at: Any) -> None:
     async def make() -> ReplayBuffer:
         buffer = made(ConsumingSampler(2, order), capacity=40, prefetch=prefetch, workers=2)
@@ -284,7 +284,7 @@ async def test_exact_resume(prefetch: int, order: str, at: Any) -> None:
         if step % 4 == 3:
             await buffer.remove(batch.indices[:2])
 
-    await assert_exact_resume(make, feed=feed, at=at, steps=8)
+    await assert_exact_resume(make, feed=feed, at=at, steps=6)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ async def test_classes_must_be_integers(storage: Any) -> None:
 
 
 @pytest.mark.parametrize(("prefetch", "shares"), crossed([0, 1, 4], [None, {0: 0.3, 2: 0.7}], one_in=2))
-@pytest.mark.parametrize("at", [(0, 2, 5), pytest.param("every", marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize("at", [(3,), pytest.param("every", marks=pytest.mark.slow)], ids=["one", "every"])
 async def test_exact_resume(prefetch: int, shares: Any, at: Any) -> None:
     async def make() -> ReplayBuffer:
         sampler = StratifiedSampler("kind", shares)
@@ -230,7 +230,7 @@ async def test_exact_resume(prefetch: int, shares: Any, at: Any) -> None:
         if step % 4 == 3:
             await buffer.remove(batch.indices[:2])
 
-    await assert_exact_resume(make, feed=feed, at=at, steps=8)
+    await assert_exact_resume(make, feed=feed, at=at, steps=6)
 
 
 @pytest.mark.parametrize(

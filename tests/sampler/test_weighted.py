@@ -146,7 +146,7 @@ async def test_weights_that_are_none_are_refused_and_change_nothing(wrong: float
 
 
 @pytest.mark.parametrize(("prefetch", "replacement"), crossed([0, 1, 4], [True, False], one_in=2))
-@pytest.mark.parametrize("at", [(0, 2, 5), pytest.param("every", marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize("at", [(3,), pytest.param("every", marks=pytest.mark.slow)], ids=["one", "every"])
 async def test_exact_resume(prefetch: int, replacement: bool, at: Any) -> None:
     async def make() -> ReplayBuffer:
         buffer = made(WeightedSampler("number", replacement), capacity=40, batch_size=4, prefetch=prefetch, workers=2)
@@ -159,7 +159,7 @@ async def test_exact_resume(prefetch: int, replacement: bool, at: Any) -> None:
         if step % 4 == 3:
             await buffer.remove(batch.indices[:2])
 
-    await assert_exact_resume(make, feed=feed, at=at, steps=8)
+    await assert_exact_resume(make, feed=feed, at=at, steps=6)
 
 
 @pytest.mark.parametrize(
