@@ -383,8 +383,8 @@ async def test_exact_resume(prefetch: int, name: str, at: Any) -> None:
         if step % 4 == 3:
             await buffer.remove(batch.indices[:2])
 
-    ways = ("snapshot", "state_dict", "directory") if name in ("by-chance", "annealed") else None
-    await assert_exact_resume(make, feed=feed, at=at, steps=6, **({} if ways is None else {"ways": ways}))
+    # The function of the test reaches no other process, but another buffer in this one.
+    await assert_exact_resume(make, feed=feed, at=at, steps=6)
 
 
 async def test_set_fractions_are_saved() -> None:

@@ -171,5 +171,5 @@ def test_arguments(arguments: dict[str, Any], error: type[Exception], message: s
 
 
 def test_tables_have_all_rows_of_the_storage() -> None:
-    with pytest.raises(ValueError, match="tables: expected 9 rows together.*found 3 for 'a', 5 for 'b'"):
+    with pytest.raises(ValueError, match=r"tables: expected 9 rows together.*found 3 for 'a', 5 for 'b'"):
         ReplayBuffer(TensorStorage(9), writer=TableWriter({"a": 3, "b": 5}))
