@@ -29,12 +29,18 @@ class Drawn(NamedTuple):
     draw: Draw
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but rows."""
+        draw = self.draw
+        return not draw.info and draw.shape is None and draw.lengths is None
+
+    @property
     def groups(self) -> int:
         """Number of slices, or of ragged groups, or of rows where there are neither."""
         draw = self.draw
         if draw.shape is not None:
             return draw.shape[0]
-        return len(draw.indices if draw.lengths is None else draw.lengths)
+        return (draw.indices if draw.lengths is None else draw.lengths).shape[0]
 
 
 def merged(parts: Sequence[Drawn]) -> Draw:
@@ -43,9 +49,14 @@ def merged(parts: Sequence[Drawn]) -> Draw:
     Raises:
         TypeError: their rows are not laid out in the same way.
     """
-    indices = torch.cat([part.draw.indices + part.start for part in parts])
+    indices = torch.cat([part.draw.indices + part.start if part.start else part.draw.indices for part in parts])
     groups = [part.groups for part in parts]
-    tables = torch.from_numpy(np.repeat([part.table for part in parts], groups))
+    tables = np.empty(sum(groups), np.int64)
+    stop = 0
+    for part, count in zip(parts, groups, strict=True):
+        tables[stop : (stop := stop + count)] = part.table
+    if all(part.is_plain for part in parts):
+        return Draw(indices, {"table": torch.from_numpy(tables)})
     shapes = {None if part.draw.shape is None else part.draw.shape[1:] for part in parts}
     if len(shapes) > 1 or len({part.draw.lengths is None for part in parts}) > 1:
         told = {part.name: part.draw.shape or ("ragged" if part.draw.lengths is not None else "rows") for part in parts}
@@ -53,7 +64,7 @@ def merged(parts: Sequence[Drawn]) -> Draw:
     rest = shapes.pop()
     shape = None if rest is None else (sum(groups), *rest)
     lengths = [part.draw.lengths for part in parts if part.draw.lengths is not None]
-    info = {**_info(parts), "table": tables}
+    info = {**_info(parts), "table": torch.from_numpy(tables)}
     return Draw(indices, info, shape=shape, lengths=torch.cat(lengths) if lengths else None)
 
 

@@ -112,7 +112,7 @@ class TablePart:
         """
         sampler, rows = self.sampler, self._rows or self.rows
         draws = [sampler.draw(rows, count, generator)]
-        missing = count - len(draws[0].indices)
+        missing = count - draws[0].indices.shape[0]
         is_exact = draws[0].lengths is None  # ragged groups have as many rows as it happens
         if missing and is_exact and not sampler.hooks & {"handed_over", "dropped"}:
             while missing > 0:

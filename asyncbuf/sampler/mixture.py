@@ -41,17 +41,19 @@ class _Plan(NamedTuple):
 
     Attributes:
         batch_size: number of its rows.
-        unit: rows of a unit: of a slice.
-        units: number of its units.
+        units: number of its units: of slices, or of rows.
         parts: the fraction of each table, 0 for those that take no part.
         counts: units of each table, -1 for those that take no part; for a random order, as many as it could get.
+        rows: rows of each table.
+        unit: rows of a unit.
     """
 
     batch_size: int
-    unit: int
     units: int
     parts: Float64Array
     counts: Int64Array
+    rows: list[int]
+    unit: int
 
 
 class MixtureSampler(Sampler):
@@ -114,6 +116,7 @@ class MixtureSampler(Sampler):
         self._parts: list[TablePart] = []
         self._ahead: Float64Array = np.zeros(len(self._samplers))  # what is owed to each table, below 1
         self._plan: _Plan | None = None
+        self._whole: dict[int, _Plan] = {}  # by batch size: plans that leave nothing owed, if nothing is
         equal = dict.fromkeys(self._samplers, 1.0 / len(self._samplers))
         self.fractions = given or equal if fractions is None else fractions
         everyone = list(self._samplers.values())
@@ -135,7 +138,7 @@ class MixtureSampler(Sampler):
         schedule = fractions if callable(fractions) else None
         found = self._checked(fractions(self._draws) if callable(fractions) else fractions)
         self._schedule, self._fixed = schedule, found
-        self._plan = None
+        self._plan, self._whole = None, {}
 
     def _checked(self, fractions: Any) -> Float64Array:
         found = checked_shares(fractions, "fractions", example=_EXAMPLE)
@@ -269,6 +272,24 @@ class MixtureSampler(Sampler):
         return plan
 
     def _found_plan(self, batch_size: int) -> _Plan | NotYet:
+        plan = self._whole.get(batch_size)  # as for halves of an even number: nothing is to be computed
+        if plan is not None:
+            for part, count in zip(self._parts, plan.rows, strict=True):
+                if count and not part.may_draw(count):
+                    break
+            else:
+                return plan
+        plan_or_not = self._computed_plan(batch_size)
+        if isinstance(plan_or_not, _Plan) and self._is_whole(plan_or_not):
+            self._whole[batch_size] = plan_or_not
+        return plan_or_not
+
+    def _is_whole(self, plan: _Plan) -> bool:
+        if self._order == "random" or self._schedule is not None or self._ahead.any():
+            return False
+        return np.array_equal(plan.units * plan.parts, plan.counts) and bool((plan.counts > 0).all())
+
+    def _computed_plan(self, batch_size: int) -> _Plan | NotYet:
         shares, unit = self._shares(), next(iter(self._samplers.values())).draw_unit
         units = batch_size // unit
         counts = np.where(shares > 0, 0, -1)  # of tables that take part, units; -1 of the others
@@ -286,7 +307,7 @@ class MixtureSampler(Sampler):
                 if isinstance(answer, NotYet):
                     missing.append((i, answer))
             if not missing:
-                return _Plan(batch_size, unit, units, parts, counts)
+                return _Plan(batch_size, units, parts, counts, (np.maximum(counts, 0) * unit).tolist(), unit)
             counts[[i for i, _ in missing]] = -1
             if self._when_empty == "wait" or not shares[counts >= 0].any():
                 return missing[0][1]
@@ -300,18 +321,20 @@ class MixtureSampler(Sampler):
         plan = self._planned(batch_size)
         if isinstance(plan, NotYet):
             raise ValueError(f"expected tables that can all be drawn from: {plan.reason}")
+        counts = plan.rows
         if self._order == "random":
-            counts = _by_chance(plan.parts / plan.parts.sum(), plan.units, generator)
-        else:
-            counts = np.maximum(plan.counts, 0)
-            self._ahead += plan.units * plan.parts - counts
+            counts = (_by_chance(plan.parts / plan.parts.sum(), plan.units, generator) * plan.unit).tolist()
+        elif self._whole.get(batch_size) is not plan:
+            self._ahead += plan.units * plan.parts - np.maximum(plan.counts, 0)
+            self._whole.clear()
         self._draws += 1
         self._plan = None
-        drawn = []
-        for i in np.flatnonzero(counts).tolist():
-            part = self._parts[i]
-            draws = part.draw(counts.item(i) * plan.unit, generator)
-            drawn += [Drawn(i, part.name, part.start, draw) for draw in draws]
+        drawn = [
+            Drawn(i, part.name, part.start, draw)
+            for i, (part, count) in enumerate(zip(self._parts, counts, strict=True))
+            if count
+            for draw in part.draw(count, generator)
+        ]
         return merged(drawn)
 
     def handed_over(self, draw: Draw) -> torch.Tensor | None:
@@ -367,7 +390,7 @@ class MixtureSampler(Sampler):
         states = fields(tables, f"{name}: tables", **dict.fromkeys((part.name for part in self._parts), dict))
         load_all(self._parts, states)
         self._fixed = self._fixed if shares is None else shares
-        self._ahead, self._draws, self._plan = ahead, draws, None
+        self._ahead, self._draws, self._plan, self._whole = ahead, draws, None, {}
 
     def _saved(self, numbers: torch.Tensor, least: float) -> Float64Array:
         """A number for each table out of a checkpoint, in memory of its own."""
