@@ -14,6 +14,7 @@ from asyncbuf import ConsumingSampler, ReplayBuffer, RoundRobinWriter, TensorSto
 from asyncbuf._table.table import Table
 from asyncbuf.errors import BufferClosedError, CheckpointCorruptError, CheckpointMismatchError
 from asyncbuf.limiter import MinSize
+from asyncbuf.sampler import _line
 from asyncbuf.sampler._distinct import distinct
 from asyncbuf.testing import assert_exact_resume
 from tests.helpers import Lines, crossed, numbers, rows, seeded, within
@@ -159,8 +160,12 @@ class Play:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("times", [1, 2, 5])
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)], ids=["8", "300"])
-def test_histories_are_those_of_a_list(times: int, order: str, seeds: range) -> None:
+@pytest.mark.parametrize("block", [8, 1 << 14])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 150), marks=pytest.mark.slow)], ids=["4", "150"])
+def test_histories_are_those_of_a_list(
+    times: int, order: str, block: int, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_line, "_BLOCK", block)
     for seed in seeds:
         play = Play(times, order, seed)
         for _ in range(150):
