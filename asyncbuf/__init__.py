@@ -30,9 +30,11 @@ from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
+    ConsumingSampler,
     FrameStack,
     Hindsight,
     JoinedSampler,
+    MixtureSampler,
     NStep,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -42,7 +44,9 @@ from asyncbuf.sampler import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StratifiedSampler,
     TrajectorySampler,
+    WeightedSampler,
 )
 from asyncbuf.stats import BufferStats
 from asyncbuf.storage import (
@@ -67,6 +71,7 @@ from asyncbuf.writer import (
     Placement,
     ReservoirWriter,
     RoundRobinWriter,
+    TableWriter,
     Writer,
 )
 
@@ -85,6 +90,7 @@ __all__ = [
     "Checkpointer",
     "ColumnStorage",
     "CompressedStorage",
+    "ConsumingSampler",
     "Container",
     "Counters",
     "DatasetStorage",
@@ -101,6 +107,7 @@ __all__ = [
     "MaxValueWriter",
     "MemmapStorage",
     "MinSize",
+    "MixtureSampler",
     "NStep",
     "NStepAdder",
     "NotYet",
@@ -132,10 +139,13 @@ __all__ = [
     "Snapshotable",
     "StopSignal",
     "Storage",
+    "StratifiedSampler",
     "Subset",
     "SupersededError",
+    "TableWriter",
     "TensorStorage",
     "TrajectorySampler",
+    "WeightedSampler",
     "WriteEvent",
     "Writer",
     "WrongLoopError",

@@ -100,6 +100,7 @@ class BufferConfig:
         if self.prefetch and self.batch_size is None:
             raise ValueError(f"batch_size: expected one, because prefetch is {self.prefetch}; found None")
         self.limiter.check(self.storage.capacity)
+        self.writer.check(self.storage.capacity)
         if self.batch_size is not None:
             fits_memory(self.batch_size, INDEX_NBYTES, "batch_size")
             self.sampler.check(self.storage.capacity, self.batch_size)

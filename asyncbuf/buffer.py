@@ -202,7 +202,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    async def extend(self, items: Any, *, priority: Any = None) -> torch.Tensor:
+    async def extend(self, items: Any, *, priority: Any = None, table: str | None = None) -> torch.Tensor:
         """Write items: all of them or, with an error, none.
 
         A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
@@ -213,6 +213,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
                 of items, which are kept as they are. Of more items than the capacity the last ones stay.
             priority: for a sampler with priorities, those of the items: float ``[items]``, or one number for all. None
                 leaves them to the sampler.
+            table: with a ``TableWriter``, name of the table that the items go into.
 
         Returns:
             The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
@@ -221,23 +222,29 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             SchemaError: keys, shapes or dtypes differ from those of the items before, or there is no item.
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
+            TypeError, ValueError: there is no such table.
         """
         await self._turn()
-        placement = await self._writes.write(self._prepare, items, priority)
+        placement = await self._writes.write(self._prepare, items, priority, table)
         return torch.from_numpy(placement.rows)
 
-    async def add(self, item: Any, *, priority: Any = None) -> int | None:
+    async def add(self, item: Any, *, priority: Any = None, table: str | None = None) -> int | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
 
         Returns:
             Its row; None if the writer does not keep it.
         """
         await self._turn()
-        runs = (await self._writes.write(self._prepare_one, item, priority)).runs
+        runs = (await self._writes.write(self._prepare_one, item, priority, table)).runs
         return runs[0].row if runs else None
 
     def adder(
-        self, returns: NStep, *, end_key: str | Sequence[str] | None = None, trajectory_key: str | None = None
+        self,
+        returns: NStep,
+        *,
+        end_key: str | Sequence[str] | None = None,
+        trajectory_key: str | None = None,
+        table: str | None = None,
     ) -> NStepAdder:
         """Make what writes items with n-step returns into this buffer.
 
@@ -246,12 +253,16 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             end_key: path of the field that is true for the last item of a trajectory, or several such, as in
                 ``("terminated", "truncated")``.
             trajectory_key: path of an integer field that tells trajectories apart, or environments.
+            table: name of the table that the items go into, for a writer with tables.
 
         Raises:
             TypeError, ValueError: an argument is not of the kind that is expected.
         """
         instance_of(returns, NStep, "returns", example="NStep(3, gamma=0.99)", arguments="n, gamma")
-        return NStepAdder(returns, ItemKeys(end_key, trajectory_key), self._prepare, self._writes, self._turn)
+        if table is not None:
+            self._table.check_into(table)
+        keys = ItemKeys(end_key, trajectory_key)
+        return NStepAdder(returns, keys, self._prepare, self._writes, self._turn, table)
 
     async def finish(self) -> None:
         """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.

@@ -212,6 +212,18 @@ class Placement(NamedTuple):
         return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int64), *runs])
 
 
+class InTable(NamedTuple):
+    """What ``TableWriter`` notes of a placement.
+
+    Attributes:
+        table: name of the table that the items go into.
+        placement: the same, with rows counted from the first one of that table.
+    """
+
+    table: str
+    placement: Placement
+
+
 class ValidRows(Protocol):
     """The valid rows of a table from which rows were removed. Positions are 0 to ``size - 1``, in a fixed order."""
 
@@ -320,6 +332,29 @@ class WriteEvent:
             return self._offered
         items = self._placement.items
         return {path: column[items] for path, column in self._offered.items()}
+
+    # -- of a storage with several tables ------------------------------------------------------------------------------
+
+    @property
+    def into(self) -> str | None:
+        """Name of the table that the items go into; None if the writer has no tables."""
+        note = self._placement.note
+        return note.table if isinstance(note, InTable) else None
+
+    def within(self, first: int, table: Rows) -> WriteEvent:
+        """The same write, as it is in a table that ``into`` names, with rows counted from the first one of that.
+
+        Args:
+            first: number that the first item has there.
+            table: that table as it is after the write.
+        """
+        note = self._placement.note
+        return WriteEvent(note.placement, first, table, self._offered, self._priority)
+
+    @property
+    def placement(self) -> Placement:
+        """Which items go where."""
+        return self._placement
 
     # -- of all items, kept or not ------------------------------------------------------------------------------------
 

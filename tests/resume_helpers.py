@@ -19,12 +19,14 @@ import torch
 from asyncbuf import (
     Batch,
     CompressedStorage,
+    ConsumingSampler,
     Draw,
     FrameStack,
     Hindsight,
     JoinedSampler,
     ListStorage,
     MaxValueWriter,
+    MixtureSampler,
     NStep,
     Placement,
     Prepared,
@@ -39,12 +41,16 @@ from asyncbuf import (
     Sampler,
     SamplerWithoutReplacement,
     Storage,
+    StratifiedSampler,
     TensorStorage,
+    WeightedSampler,
     Writer,
 )
 from asyncbuf.testing import assert_same_batch, difference
-from tests.helpers import Stop, WeightedSampler, seeded, within
+from tests.helpers import Stop, seeded, within
+from tests.helpers import WeightedSampler as MultinomialSampler
 from tests.storage.ragged_items import RAGGED, ragged_list
+from tests.tables import two_tables
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -381,9 +387,14 @@ def ragged_storage(layout: str) -> Callable[[int], Storage]:
     return functools.partial(RaggedStorage, ragged=RAGGED, layout=layout)
 
 
+def mixture(capacity: int) -> Sampler:
+    samplers = {"one": PrioritizedSampler(), "other": SamplerWithoutReplacement()}
+    return MixtureSampler(samplers, {"one": 0.4, "other": 0.6}, when_empty="others")
+
+
 SAMPLERS: dict[str, Callable[[int], Sampler]] = {
     "random": lambda capacity: RandomSampler(),
-    "weighted": lambda capacity: WeightedSampler(),
+    "weighted": lambda capacity: MultinomialSampler(),
     "favour": FavourSampler,
     "passes": passes(),
     "passes-drop": passes(drop_last=True),
@@ -412,6 +423,12 @@ KINDS: dict[str, Kind] = {
     "compressed": Kind(passes(), CompressedStorage, large_items, transforms=lambda: [noisy]),
     "joined": Kind(joined, items=steps_of, transforms=lambda: [noisy]),
     "relabelled": Kind(relabelled, ListStorage, separate_steps_of, transforms=lambda: [late]),
+    "weights": Kind(lambda capacity: WeightedSampler("number")),
+    "weights-distinct": Kind(lambda capacity: WeightedSampler(replacement=False)),
+    "stratified": Kind(lambda capacity: StratifiedSampler("number"), transforms=lambda: [noisy]),
+    "consuming": Kind(lambda capacity: ConsumingSampler(60)),
+    "consuming-random": Kind(lambda capacity: ConsumingSampler(60, "random")),
+    "mixture": Kind(mixture, writer=lambda: two_tables(ITEMS)),
     "user-writer": Kind(passes(), writer=ThinningWriter),
     "best-items": Kind(passes(), writer=lambda: MaxValueWriter("number"), transforms=lambda: [noisy]),
     "reservoir": Kind(passes(), writer=ReservoirWriter),

@@ -17,6 +17,7 @@ from asyncbuf import (
     Checkpointer,
     CheckpointError,
     CompressedStorage,
+    ConsumingSampler,
     Container,
     Freeze,
     ImmutableDatasetWriter,
@@ -24,6 +25,8 @@ from asyncbuf import (
     MaxValueWriter,
     MemmapStorage,
     MinSize,
+    MixtureSampler,
+    NStep,
     RaggedStorage,
     RandomSampler,
     ReplayBuffer,
@@ -32,8 +35,11 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     SchemaError,
     Snapshot,
+    StratifiedSampler,
     Subset,
+    TableWriter,
     TensorStorage,
+    WeightedSampler,
     register_codec,
     register_container,
     register_type,
@@ -56,6 +62,7 @@ NO_FLAG: list[Any] = [*NO_NUMBER, None, 0, 1, 1.0, np.bool_(True)]
 NO_TIME: list[Any] = [*NO_NUMBER, True, -1, -0.5, NAN, -float("inf"), 1j, torch.tensor(1.0)]
 NO_COUNT: list[Any] = [*NO_NUMBER, None, True, -1, 0, 1.0, 1.5, NAN, float("inf"), np.float64(3)]
 NO_PRIORITY: list[Any] = ["x", {}, object(), True, 1j, [1.0] * 3, [NAN]]
+RETURNS = NStep(3, 0.9)
 NO_PATH: list[Any] = [None, 3, b"x", [], {}, object(), Path, 1.5]
 
 
@@ -120,6 +127,18 @@ def with_factory(name: str, buffer: ReplayBuffer, path: Path, factory: Any) -> A
 SUITE_ARGUMENTS = {"capacity": NO_COUNT, "batch_size": NO_COUNT, "steps": NO_NUMBER, "seconds": NO_TIME}
 # By call and argument, as the test below looks them up.
 CASES: dict[str, Case] = {
+    "ReplayBuffer.extend.priority": Case(
+        lambda b, p, v: b.extend(rows(2), priority=v), [*NO_NUMBER, NAN, float("inf"), True, 1j], "priority"
+    ),
+    "ReplayBuffer.add.priority": Case(
+        lambda b, p, v: b.add({name: each[0] for name, each in rows(1).items()}, priority=v),
+        [*NO_NUMBER, NAN, float("inf"), True, 1j],
+        "priority",
+    ),
+    "ReplayBuffer.extend.table": Case(lambda b, p, v: b.extend(rows(2), table=v), [*NO_NUMBER, 3], "table"),
+    "ReplayBuffer.add.table": Case(
+        lambda b, p, v: b.add({name: each[0] for name, each in rows(1).items()}, table=v), [*NO_NUMBER, 3], "table"
+    ),
     "ReplayBuffer.batch_size": Case(lambda b, p, v: make(batch_size=v), [*NO_COUNT[:8], 0, -1, 10**13], "batch_size"),
     "ReplayBuffer.prefetch": Case(
         lambda b, p, v: make(batch_size=2, prefetch=v), [*NO_NUMBER, None, -1, 10**9], "prefetch"
@@ -161,8 +180,16 @@ CASES: dict[str, Case] = {
     ),
     "ReplayBuffer.extend.items": Case(lambda b, p, v: b.extend(v), [*NO_NUMBER, None, 3, NAN, [{}]], ""),
     "ReplayBuffer.add.item": Case(lambda b, p, v: b.add(v), [*NO_NUMBER, None, 3, [], {}], ""),
-    "ReplayBuffer.extend.priority": Case(lambda b, p, v: b.extend(rows(2), priority=v), NO_PRIORITY, "priority"),
-    "ReplayBuffer.add.priority": Case(lambda b, p, v: b.add(row(2), priority=v), NO_PRIORITY, "priority"),
+    "ReplayBuffer.adder.returns": Case(
+        lambda b, p, v: b.adder(v, end_key="x"), [*NO_NUMBER, None, 3, NStep], "returns"
+    ),
+    "ReplayBuffer.adder.end_key": Case(lambda b, p, v: b.adder(RETURNS, end_key=v), [3, [3], b"x", {}], "end_key"),
+    "ReplayBuffer.adder.trajectory_key": Case(
+        lambda b, p, v: b.adder(RETURNS, trajectory_key=v), [3, [3], b"x", {}], "trajectory_key"
+    ),
+    "ReplayBuffer.adder.table": Case(
+        lambda b, p, v: b.adder(RETURNS, end_key="x", table=v), [3, [3], b"x", {}, "x"], "table"
+    ),
     "ReplayBuffer.remove.batch_or_indices": Case(
         lambda b, p, v: b.remove(v),
         ["x", b"x", {}, object(), int, None, 1.5, True, [1.5], torch.ones(3) > 0, 99, -1],
@@ -233,6 +260,37 @@ CASES: dict[str, Case] = {
         lambda b, p, v: SamplerWithoutReplacement(drop_last=v), NO_FLAG, "drop_last"
     ),
     "SamplerWithoutReplacement.shuffle": Case(lambda b, p, v: SamplerWithoutReplacement(shuffle=v), NO_FLAG, "shuffle"),
+    "ConsumingSampler.times": Case(lambda b, p, v: ConsumingSampler(v), [*NO_COUNT, 2**31], "times"),
+    "ConsumingSampler.order": Case(lambda b, p, v: ConsumingSampler(order=v), [*NO_NUMBER, None, 3], "order"),
+    "WeightedSampler.weight_key": Case(lambda b, p, v: WeightedSampler(v), [*NO_NUMBER[1:], 3], "weight_key"),
+    "WeightedSampler.replacement": Case(lambda b, p, v: WeightedSampler(replacement=v), NO_FLAG, "replacement"),
+    "StratifiedSampler.class_key": Case(lambda b, p, v: StratifiedSampler(v), [*NO_NUMBER[1:], None, 3], "class_key"),
+    "StratifiedSampler.shares": Case(
+        lambda b, p, v: StratifiedSampler("x", v), [*NO_NUMBER, 3, {"x": 1}, {0: NAN}, {0: 2}, {0: "x"}], "shares"
+    ),
+    "StratifiedSampler.when_empty": Case(
+        lambda b, p, v: StratifiedSampler("x", when_empty=v), [*NO_NUMBER, None, 3], "when_empty"
+    ),
+    "MixtureSampler.samplers": Case(
+        lambda b, p, v: MixtureSampler(v), [*NO_NUMBER, None, 3, {3: 1.0}, {"x": "x"}, {"x": RandomSampler}], "samplers"
+    ),
+    "MixtureSampler.fractions": Case(
+        lambda b, p, v: MixtureSampler({"x": RandomSampler()}, v),
+        [*(each for each in NO_NUMBER if not callable(each)), 3, {"x": NAN}, {"x": 2}, {"y": 1.0}],
+        "fractions",
+    ),
+    "MixtureSampler.order": Case(lambda b, p, v: MixtureSampler({"x": 1.0}, order=v), [*NO_NUMBER, None], "order"),
+    "MixtureSampler.when_empty": Case(
+        lambda b, p, v: MixtureSampler({"x": 1.0}, when_empty=v), [*NO_NUMBER, None], "when_empty"
+    ),
+    "TableWriter.tables": Case(
+        lambda b, p, v: TableWriter(v), [*NO_NUMBER, None, 3, {3: 1}, {"x": 0}, {"x": "x"}, {"x": 1.5}], "tables"
+    ),
+    "TableWriter.writers": Case(
+        lambda b, p, v: TableWriter({"x": 3}, v),
+        [*(each for each in NO_NUMBER if each != {}), 3, {"y": RoundRobinWriter()}, {"x": RoundRobinWriter}],
+        "writers",
+    ),
     "Checkpointer.directory": Case(lambda b, p, v: Checkpointer(v), NO_PATH, "directory"),
     "Checkpointer.keep": Case(lambda b, p, v: Checkpointer(p, keep=v), [*NO_NUMBER, True, 0, -1, 1.5], "keep"),
     "Checkpointer.rng": Case(lambda b, p, v: Checkpointer(p, rng=v), NO_FLAG, "rng"),

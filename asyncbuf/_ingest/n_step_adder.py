@@ -31,9 +31,15 @@ class Writes(Protocol):
         """Refuse items that the buffer does not take."""
 
     async def write(
-        self, prepare: Callable[[Any], Any], items: Any, *, written: Callable[[], None] | None = None
+        self,
+        prepare: Callable[[Any], Any],
+        items: Any,
+        priority: Any = None,
+        table: Any = None,
+        *,
+        written: Callable[[], None] | None = None,
     ) -> Placement:
-        """Write items; ``written`` is called in the step in which they are in the table."""
+        """Write items into a table; ``written`` is called in the step in which they are in the table."""
         ...
 
 
@@ -104,6 +110,7 @@ class NStepAdder:
         prepare: of the buffer's storage.
         writes: the way of an item.
         turn: what each call awaits first.
+        table: name of the table that they go into; None if the writer has no tables.
     """
 
     def __init__(
@@ -113,12 +120,14 @@ class NStepAdder:
         prepare: Callable[[Any], Any],
         writes: Writes,
         turn: Callable[[], Awaitable[None]],
+        table: str | None = None,
     ) -> None:
         self._returns = returns
         self._keys = keys
         self._prepare = prepare
         self._writes = writes
         self._turn = turn
+        self._table = table
         self._waiting: _Waiting | None = None
         self._lock = asyncio.Lock()
 
@@ -178,7 +187,8 @@ class NStepAdder:
         if not len(firsts):
             written()
             return torch.empty(0, dtype=torch.int64)
-        placement = await self._writes.write(self._prepare, self._made(waiting, firsts, way), written=written)
+        made = self._made(waiting, firsts, way)
+        placement = await self._writes.write(self._prepare, made, table=self._table, written=written)
         return torch.from_numpy(placement.rows)
 
     def _found(self, waiting: _Waiting, *, ends_all: bool) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -82,7 +82,13 @@ class WritePath:
         self._asks_others = table.asks_others_to_write
 
     async def write(
-        self, prepare: Prepare, items: Any, priority: Any = None, *, written: Callable[[], None] | None = None
+        self,
+        prepare: Prepare,
+        items: Any,
+        priority: Any = None,
+        table: Any = None,
+        *,
+        written: Callable[[], None] | None = None,
     ) -> Placement:
         """Write items: all of them or, with an error, none.
 
@@ -90,14 +96,17 @@ class WritePath:
             prepare: ``prepare`` or ``prepare_one`` of the storage.
             items: what it takes.
             priority: the priorities of the items: float ``[items]``, or one number for all; None if they have none.
+            table: name of the table that they go into; None if the writer has no tables.
             written: called in the step in which the items are in the table; must not fail.
 
         Returns:
             Where they went.
         """
         self.check_writable()
-        if priority is not None or written is not None:
-            prepare = functools.partial(_prepared, prepare, priority, written)
+        if priority is not None or table is not None or written is not None:
+            if table is not None:
+                self._table.check_into(table)
+            prepare = functools.partial(_prepared, prepare, priority, {"table": table, "written": written})
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
@@ -242,10 +251,10 @@ class WritePath:
         self._draws.table_changed()
 
 
-def _prepared(prepare: Prepare, priority: Any, written: Callable[[], None] | None, items: Any) -> Prepared:
-    """Items that come with priorities, or with something to do when they are written."""
+def _prepared(prepare: Prepare, priority: Any, more: dict[str, Any], items: Any) -> Prepared:
+    """Items that come with priorities, go into a table, or with something to do when they are written."""
     found = prepare(items)
-    if priority is None:
-        return dataclasses.replace(found, written=written)
-    values = checks.priorities(priority, found.count, is_batch=False)
-    return dataclasses.replace(found, priority=values.to(torch.float64).numpy().copy(), written=written)
+    if priority is not None:
+        values = checks.priorities(priority, found.count, is_batch=False)
+        more = {**more, "priority": values.to(torch.float64).numpy().copy()}
+    return dataclasses.replace(found, **more)

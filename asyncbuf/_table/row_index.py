@@ -9,70 +9,28 @@ import torch
 
 from asyncbuf._plain.integers import are_distinct
 from asyncbuf._plain.state import fields, int64s
-from asyncbuf._table.valid_rows import RowsAfterWrite, SparseRows
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import SCATTERED, Rows
+from asyncbuf.rows import SCATTERED
+from asyncbuf.sampler._valid_rows import SparseRows, ValidIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncbuf.rows import Int64Array, Placement, RowRange
+    from asyncbuf.rows import Int64Array, Placement, Rows
     from asyncbuf.writer import Writer
 
 
-class RowIndex:
-    """The valid rows: 0 to ``size - 1``, until a row is removed or a writer leaves a gap.
+class RowIndex(ValidIndex):
+    """The valid rows, and the numbers of their items.
 
     Args:
         capacity: number of rows.
         writer: chooses rows; item numbers are stored here if it does not compute them.
-
-    Attributes:
-        sparse: the valid rows, once there are gaps.
     """
 
     def __init__(self, capacity: int, writer: Writer) -> None:
-        self._capacity = capacity
+        super().__init__(capacity)
         self._writer = writer
-        self._size = 0
-        self.sparse: SparseRows | None = None
         self._numbers = None if writer.computes_numbers else np.zeros(capacity, np.int64)
         self.load_state_dict({"valid": None, "numbers": None})  # the writer may have a history
-
-    @property
-    def size(self) -> int:
-        """Number of valid rows."""
-        return self._size if self.sparse is None else self.sparse.size
-
-    def rows(self, write_count: int) -> Rows:
-        """What there is to draw from now."""
-        sparse = self.sparse
-        if sparse is None:
-            return Rows(self._size, self._capacity, write_count)
-        return Rows(sparse.size, self._capacity, write_count, sparse)
-
-    def rows_after(self, placement: Placement, write_count: int) -> Rows:
-        """What there will be to draw from after a write."""
-        if self.sparse is None and (size := _dense_size(self._size, placement.runs)) is not None:
-            return Rows(size, self._capacity, write_count)
-        before = SparseRows(self._capacity, self._size) if self.sparse is None else self.sparse
-        added = before.missing(placement.rows)
-        after = RowsAfterWrite(before, before.size, added)
-        return Rows(before.size + len(added), self._capacity, write_count, after)
-
-    def wrote(self, placement: Placement) -> None:
-        """Rows were written."""
-        runs = placement.runs
-        if self.sparse is not None:
-            self.sparse.add(placement.rows)
-        elif type(runs) is tuple and len(runs) == 1 and runs[0].row <= self._size:  # the short way of most writes
-            stop = runs[0].row + runs[0].count
-            if stop > self._size:
-                self._size = stop
-        elif (size := _dense_size(self._size, runs)) is not None:
-            self._size = size
-        else:
-            self._make_sparse().add(placement.rows)
 
     def store_numbers(self, placement: Placement, first: int) -> None:
         """Keep the item numbers of a write, if that is done here.
@@ -91,15 +49,6 @@ class RowIndex:
             start = first + run.item
             numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
 
-    def remove(self, rows: Int64Array) -> None:
-        """Valid rows leave, each of which is given once."""
-        self._make_sparse().remove(rows)
-
-    def _make_sparse(self) -> SparseRows:
-        if self.sparse is None:
-            self.sparse = SparseRows(self._capacity, self._size)
-        return self.sparse
-
     def contains(self, rows: Int64Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which rows are valid: bool, in the shape of ``rows``."""
         return self.rows(0).contains(torch.from_numpy(rows)).numpy()
@@ -110,19 +59,9 @@ class RowIndex:
             return self._writer.numbers(rows, self._capacity)
         return self._numbers[rows]
 
-    def clear(self) -> None:
-        """Every row is invalid now."""
-        self._size = 0
-        self.sparse = None
-
-    def _by_position(self) -> Int64Array:
-        """The valid rows in the order of their positions: int64 ``[size]``."""
-        positions = np.arange(self.size)
-        return positions if self.sparse is None else self.sparse.at(torch.from_numpy(positions)).numpy()
-
     def state_dict(self) -> dict[str, Any]:
         """The valid rows by position, if there are gaps; the item numbers by position, if they are stored."""
-        rows = None if self.sparse is None and (self._numbers is None or not self._size) else self._by_position()
+        rows = None if self.sparse is None and (self._numbers is None or not self._size) else self.by_position()
         valid = None if self.sparse is None or rows is None else torch.from_numpy(rows)
         numbers = None if self._numbers is None or rows is None else torch.from_numpy(self._numbers[rows])
         return {"valid": valid, "numbers": numbers}
@@ -160,28 +99,9 @@ class RowIndex:
         Raises:
             CheckpointCorruptError: a number occurs twice, or is not below the number of items written.
         """
-        if self._numbers is not None and not are_distinct(self._numbers[self._by_position()], rows.write_count):
+        if self._numbers is not None and not are_distinct(self._numbers[self.by_position()], rows.write_count):
             raise CheckpointCorruptError(f"rows: expected different item numbers below {rows.write_count}")
 
     def highest(self) -> int:
         """The highest valid row; -1 if there is none."""
-        return self.size - 1 if self.sparse is None else int(self._by_position().max(initial=-1))
-
-
-def _dense_size(size: int, runs: Sequence[RowRange]) -> int | None:
-    """How many rows are valid after a write to rows of which ``size`` are; None if there are gaps then."""
-    if isinstance(runs, SCATTERED):
-        new = runs.rows[runs.rows >= size]
-        stop = size + len(new)
-        return stop if int(new.max(initial=-1)) < stop else None
-    for run in runs if len(runs) < 2 else sorted(runs, key=_row):
-        if run.row > size:
-            return None
-        stop = run.row + run.count
-        if stop > size:
-            size = stop
-    return size
-
-
-def _row(run: RowRange) -> int:
-    return run.row
+        return self.size - 1 if self.sparse is None else int(self.by_position().max(initial=-1))

@@ -9,6 +9,7 @@ import torch
 
 from asyncbuf._plain.integers import first_of_each
 from asyncbuf._plain.state import natural
+from asyncbuf._runtime.arguments import shown
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
@@ -72,6 +73,8 @@ class Table:
         self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
+        if "use_tables" in sampler.hooks:
+            sampler.use_tables(writer.tables)
         self._index = RowIndex(storage.capacity, writer)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
@@ -132,8 +135,24 @@ class Table:
     @property
     def asks_others_to_write(self) -> bool:
         """Whether more than a writer and a storage that are ours take part in writing."""
-        ours = self.writer.trusted and self.storage.trusted and not self.writer.columns
+        writer = self.writer
+        ours = writer.trusted and self.storage.trusted and not writer.columns and not writer.tables
         return self.has_write_events or self._tells_rows or not ours
+
+    def check_into(self, table: Any) -> None:
+        """Refuse the name of a table that there is not.
+
+        Raises:
+            TypeError: the writer has no tables, or this is no name.
+            ValueError: it has others.
+        """
+        tables, name = self.writer.tables, type(self.writer).__name__
+        if not tables:
+            raise TypeError(f"table: expected none, because a {name} has no tables (TableWriter has), found {table!r}")
+        if not isinstance(table, str):
+            raise TypeError(f"table: expected one of {list(tables)}, found {shown(table)}")
+        if table not in tables:
+            raise ValueError(f"table: expected one of {list(tables)}, found {shown(table)}")
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -152,11 +171,15 @@ class Table:
         Raises:
             TypeError, IndexError, ValueError: as ``place``; or the writer refuses these items.
         """
-        writer = self.writer
-        if not writer.columns:
+        writer, table = self.writer, prepared.table
+        if table is None and not writer.columns:
             return self.place(prepared.count)
-        columns = self.storage.columns(prepared, writer.columns)
-        placement = writer.place_values(prepared.count, self._capacity, columns)
+        paths = writer.columns if table is None else writer.columns_of(table)
+        columns = self.storage.columns(prepared, paths) if paths else NO_COLUMNS
+        if table is None:
+            placement = writer.place_values(prepared.count, self._capacity, columns)
+        else:
+            placement = writer.place_in(table, prepared.count, self._capacity, columns)
         if not writer.trusted:
             checks.placement(placement, prepared.count, self._capacity, type(writer).__name__)
         return placement

@@ -2,21 +2,27 @@
 
 from asyncbuf.rows import Rows
 from asyncbuf.sampler.base import Sampler
+from asyncbuf.sampler.consuming import ConsumingSampler
 from asyncbuf.sampler.frame_stack import FrameStack
 from asyncbuf.sampler.hindsight import Hindsight
 from asyncbuf.sampler.joined import JoinedSampler
+from asyncbuf.sampler.mixture import MixtureSampler
 from asyncbuf.sampler.n_step import NStep
 from asyncbuf.sampler.prioritized import PrioritizedSampler
 from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
 from asyncbuf.sampler.slices import SliceSampler, SliceSamplerWithoutReplacement
+from asyncbuf.sampler.stratified import StratifiedSampler
 from asyncbuf.sampler.trajectories import TrajectorySampler
+from asyncbuf.sampler.weighted import WeightedSampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
+    "ConsumingSampler",
     "FrameStack",
     "Hindsight",
     "JoinedSampler",
+    "MixtureSampler",
     "NStep",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -26,5 +32,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StratifiedSampler",
     "TrajectorySampler",
+    "WeightedSampler",
 ]

@@ -25,6 +25,7 @@ _HOOKS = {
     "dropped",
     "combine",
     "group_priority",
+    "use_tables",
     "state_dict",
     "load_state_dict",
 }
@@ -208,6 +209,20 @@ class Sampler(ABC):
         Raises:
             ValueError: no buffer of this capacity ever holds a batch of this size.
         """
+
+    def use_tables(self, tables: Mapping[str, range]) -> None:
+        """The rows of each table of the writer, for a sampler that tells them apart; empty if it has no tables.
+
+        Called when the sampler becomes that of a buffer.
+
+        Raises:
+            ValueError: the sampler is made for other tables.
+        """
+
+    @property
+    def draw_unit(self) -> int:
+        """What every batch size is a multiple of, such as the length of a slice; 1 for most samplers."""
+        return 1
 
     @property
     def epoch(self) -> int | None:

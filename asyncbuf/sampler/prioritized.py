@@ -11,19 +11,18 @@ import torch
 
 from asyncbuf._plain.state import fields, same
 from asyncbuf.batch import Draw
-from asyncbuf.errors import CheckpointCorruptError, SchemaError
+from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf.sampler._proportional import NO_ITEM, ProportionalSampler
 from asyncbuf.sampler._reduction import REDUCTIONS, reduced
-from asyncbuf.sampler._sum_tree import MinTree, SumTree
-from asyncbuf.sampler.base import Sampler
+from asyncbuf.sampler._sum_tree import MinTree
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Float64Array, Int64Array, Rows, WriteEvent
 
 Schedule = float | Callable[[int], float]
-_NO_ITEM = -1.0
 
 
-class PrioritizedSampler(Sampler):
+class PrioritizedSampler(ProportionalSampler):
     """Draws each row with a chance in proportion to ``(priority + eps) ** alpha``, with replacement.
 
     Proportional prioritization of Schaul et al., Prioritized Experience Replay (2016), on a sum tree: a draw and an
@@ -72,16 +71,11 @@ class PrioritizedSampler(Sampler):
             raise ValueError(f"eps: expected a positive number, found {eps}")
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction: expected one of {sorted(REDUCTIONS)}, found {reduction!r}")
-        if priority_key is not None and not isinstance(priority_key, str):
-            raise TypeError(f"priority_key: expected the path of a field, found {priority_key!r}")
-        self._reduction = reduction
-        self._priority_key = priority_key
-        self.columns: tuple[str, ...] = () if priority_key is None else (priority_key,)
+        super().__init__(priority_key, "priority_key", reduction)
         self._draws = 0
         self._largest = 1.0
         self._exponent = self._value(self._alpha)
-        self._priorities: Float64Array = np.empty(0)
-        self._sums, self._least = SumTree(0), MinTree(0)
+        self._least = MinTree(0)
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -113,31 +107,9 @@ class PrioritizedSampler(Sampler):
 
     def priorities(self, indices: torch.Tensor) -> torch.Tensor:
         """The priorities of rows: float64, in the shape of the indices, without ``eps``; NaN where there is no item."""
-        found = torch.from_numpy(self._priorities.take(indices.numpy()))
-        return torch.where(found == _NO_ITEM, torch.nan, found)
+        return self._told(indices)
 
     # -- what happens to rows -----------------------------------------------------------------------------------------
-
-    def check_write(self, event: WriteEvent) -> None:
-        """Refuse priorities that are negative or not finite."""
-        self._given(event)
-
-    def _given(self, event: WriteEvent) -> Float64Array | None:
-        """The priorities that came with items: float64 ``[items]``; None if none did."""
-        if event.priority is not None:
-            return _priorities(event.priority, "priority")
-        if self._priority_key is None:
-            return None
-        column = event.columns[self._priority_key]
-        if column.size != len(column):
-            raise SchemaError(
-                f"{self._priority_key}: expected one priority per item, found items of shape {list(column.shape[1:])}"
-            )
-        return _priorities(column.reshape(-1), self._priority_key)
-
-    def wrote(self, event: WriteEvent) -> None:
-        """Give new rows their first priority."""
-        self._set(*self._first_priorities(event))
 
     def _first_priorities(self, event: WriteEvent) -> tuple[Int64Array, Float64Array | float]:
         """The rows that were written, and their priorities."""
@@ -152,15 +124,12 @@ class PrioritizedSampler(Sampler):
 
     def removed(self, indices: torch.Tensor, rows: Rows) -> None:
         """Rows without an item are not drawn."""
-        gone = indices.numpy()
-        self._priorities[gone] = _NO_ITEM
-        self._sums.set(gone, 0.0)
-        self._least.set(gone, np.inf)
+        super().removed(indices, rows)
+        self._least.set(indices.numpy(), np.inf)
 
     def clear(self) -> None:
         """Forget all rows, and go on with the largest priority so far."""
-        self._priorities.fill(_NO_ITEM)
-        self._sums.clear()
+        super().clear()
         self._least.clear()
 
     def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
@@ -169,7 +138,7 @@ class PrioritizedSampler(Sampler):
         Raises:
             ValueError: one is negative.
         """
-        named, values = reduced(indices.numpy(), _priorities(priority.numpy(), "priority"), self._reduction)
+        named, values = reduced(indices.numpy(), self.checked(priority.numpy(), "priority"), self._reduction)
         self._largest = max(self._largest, float(values.max()))
         self._set(named, values)
 
@@ -184,12 +153,12 @@ class PrioritizedSampler(Sampler):
         return np.power(np.add(priorities, self._eps), self._exponent)
 
     def _allocate(self, capacity: int) -> None:
-        self._priorities = np.full(capacity, _NO_ITEM)
-        self._sums, self._least = SumTree(capacity), MinTree(capacity)
+        super()._allocate(capacity)
+        self._least = MinTree(capacity)
 
     def _weigh(self) -> None:
         """Compute every weight from its priority."""
-        rows = np.flatnonzero(self._priorities != _NO_ITEM)
+        rows = np.flatnonzero(self._priorities != NO_ITEM)
         self._sums.clear()
         self._least.clear()
         if len(rows):
@@ -219,7 +188,6 @@ class PrioritizedSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Priorities, -1 for a row without an item; the largest so far; number of draws; the settings."""
-        used = np.flatnonzero(self._priorities != _NO_ITEM)
         return {
             "alpha": None if callable(self._alpha) else self._alpha,
             "beta": None if callable(self._beta) else self._beta,
@@ -228,7 +196,7 @@ class PrioritizedSampler(Sampler):
             "exponent": self._exponent,
             "largest": self._largest,
             "capacity": len(self._priorities),
-            "priorities": torch.from_numpy(self._priorities[: used[-1] + 1 if len(used) else 0].copy()),
+            "priorities": self._saved(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -244,56 +212,13 @@ class PrioritizedSampler(Sampler):
         given = {key: value for key, value in state.items() if value is not None} if isinstance(state, dict) else state
         found = dict(zip(kinds, fields(given, name, **kinds), strict=True))
         same(found["eps"], self._eps, f"{name}: eps")
-        priorities = _saved(found["priorities"], found["capacity"], name)
+        priorities = self._parsed(found["priorities"], found["capacity"])
         numbers = [found[key] for key in ("alpha", "beta", "exponent", "largest") if key in found]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise CheckpointCorruptError(f"{name}: expected finite settings that are not negative, found {numbers}")
         self._alpha, self._beta = found.get("alpha", self._alpha), found.get("beta", self._beta)
         self._draws, self._largest, self._exponent = found["draws"], found["largest"], found["exponent"]
-        self._allocate(found["capacity"])
-        rows = np.flatnonzero(priorities != _NO_ITEM)
-        if len(rows):
-            self._set(rows, priorities[rows])
-
-    def verify(self, rows: Rows) -> None:
-        """Refuse priorities of other rows than the valid ones."""
-        name = type(self).__name__
-        known = np.flatnonzero(self._priorities != _NO_ITEM)
-        if len(self._priorities) not in (0, rows.capacity):
-            raise CheckpointCorruptError(
-                f"{name}: expected priorities for {rows.capacity} rows, found them for {len(self._priorities)}"
-            )
-        if len(known) != rows.size or not bool(rows.contains(torch.from_numpy(known)).all()):
-            raise CheckpointCorruptError(
-                f"{name}: expected priorities of the {rows.size} valid rows, found them of {len(known)} rows"
-            )
-
-
-def _saved(priorities: torch.Tensor, capacity: int, name: str) -> Float64Array:
-    """Priorities out of a checkpoint, if they are some."""
-    is_column = priorities.dtype is torch.float64 and priorities.ndim == 1 and priorities.layout is torch.strided
-    if not is_column or priorities.device.type != "cpu" or len(priorities) > capacity or capacity >= 2**48:
-        raise CheckpointCorruptError(
-            f"{name}: expected float64 priorities of at most {capacity} rows, found {priorities.dtype} "
-            f"{list(priorities.shape)}"
-        )
-    values: Float64Array = priorities.numpy()
-    if not bool(((values >= 0) & (values < np.inf) | (values == _NO_ITEM)).all()):
-        raise CheckpointCorruptError(f"{name}: expected priorities that are finite and not negative, found others")
-    return values
-
-
-def _priorities(values: np.ndarray[Any, Any], what: str) -> Float64Array:
-    """Priorities of a caller as float64.
-
-    Raises:
-        ValueError: one is negative or not finite.
-    """
-    found = values.astype(np.float64)
-    if len(found) and not (found.min() >= 0 and found.max() < np.inf):
-        wrong = found[~((found >= 0) & (found < np.inf))]
-        raise ValueError(f"{what}: expected finite numbers of at least 0, found {wrong[:4].tolist()}")
-    return found
+        self._take_over(priorities, found["capacity"])
 
 
 def _number(name: str, value: Any) -> float:

@@ -98,6 +98,11 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         """Refuse a batch size that is not one of whole slices."""
         self._slicer.check(capacity, batch_size)
 
+    @property
+    def draw_unit(self) -> int:
+        """The length of a slice: a batch size is a multiple of it."""
+        return max(1, self._slicer.length)
+
     # -- what happens to rows -----------------------------------------------------------------------------------------
 
     def check_write(self, event: WriteEvent) -> None:

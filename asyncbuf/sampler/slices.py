@@ -86,6 +86,11 @@ class SliceSampler(Sampler):
         """Refuse a batch size that is not one of whole slices."""
         self._slicer.check(capacity, batch_size)
 
+    @property
+    def draw_unit(self) -> int:
+        """The length of a slice: a batch size is a multiple of it."""
+        return max(1, self._slicer.length)
+
     def check_write(self, event: WriteEvent) -> None:
         """Refuse items that do not say which trajectory they belong to."""
         self._slicer.check_write(event)
@@ -196,6 +201,11 @@ class SliceSamplerWithoutReplacement(Sampler):
             raise ValueError(
                 f"batch_size: expected at most the capacity {capacity}, because of drop_last; found {batch_size}"
             )
+
+    @property
+    def draw_unit(self) -> int:
+        """The length of a slice: a batch size is a multiple of it."""
+        return max(1, self._slicer.length)
 
     def check_write(self, event: WriteEvent) -> None:
         """Refuse items that do not say which trajectory they belong to."""

@@ -64,9 +64,19 @@ class TrajectorySampler(Sampler):
         self._keys = ItemKeys(end_key, trajectory_key)
         if not self._keys.tells_ends:
             raise ValueError("end_key: expected the field that tells where a trajectory ends, found none")
-        self._padded = instance_of(padded, bool, "padded", example="True")
+        self._padded: bool = instance_of(padded, bool, "padded", example="True")
         self.columns: tuple[str, ...] = self._keys.columns
         self._tracker, self._whole = self._made(Episodes(1))
+
+    @property
+    def padded(self) -> bool:
+        """Whether trajectories are padded to the same length."""
+        return self._padded
+
+    @property
+    def draw_unit(self) -> int:
+        """The largest number of items of a trajectory: a batch size is a multiple of it."""
+        return self._longest
 
     def _made(self, episodes: Episodes) -> tuple[Tracker, Whole]:
         starts = RowSet(episodes.capacity)

@@ -33,6 +33,7 @@ class Prepared:
         basis: what they were checked against, for ``Storage.is_current``.
         priority: the priorities that came with them, float64 ``[items]``; None if none did.
         written: called in the step in which they are in the table; None for nothing to do. Not for storages.
+        table: name of the table that they go into; None if none was said.
     """
 
     count: int
@@ -41,6 +42,7 @@ class Prepared:
     basis: Any = None
     priority: Float64Array | None = None
     written: Callable[[], None] | None = None
+    table: str | None = None
 
 
 class Runs(enum.Enum):

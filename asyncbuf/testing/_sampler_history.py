@@ -18,7 +18,7 @@ from asyncbuf.limiter import MinSize
 from asyncbuf.storage._frozen import tensors_of
 from asyncbuf.testing._contract import Contract, revived, scramble, scramble_leaves
 from asyncbuf.testing._passes import Passes, Place
-from asyncbuf.writer import RoundRobinWriter
+from asyncbuf.writer import RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +45,7 @@ class Setting(NamedTuple):
         sizes: batch sizes, the first of which most draws have.
         steps: length of the history.
         seed: decides the steps, and seeds the generator.
+        make_writer: makes the writer.
     """
 
     make_sampler: Callable[[], Sampler]
@@ -54,6 +55,7 @@ class Setting(NamedTuple):
     sizes: Sequence[int]
     steps: int
     seed: int
+    make_writer: Callable[[], Writer] = RoundRobinWriter
 
 
 class Disturbance(enum.Enum):
@@ -106,7 +108,7 @@ class History:
         self._generator = torch.Generator().manual_seed(setting.seed)
         with contract.allowed("the factory makes a new sampler each time"):
             self._table = Table(
-                setting.make_storage(setting.capacity), RoundRobinWriter(), self.sampler, MinSize(1), self._generator
+                setting.make_storage(setting.capacity), setting.make_writer(), self.sampler, MinSize(1), self._generator
             )
         self._number = self._written = 0
         self._open: list[_Open] = []

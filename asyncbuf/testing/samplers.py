@@ -16,6 +16,7 @@ from asyncbuf.testing._leases import check_leases
 from asyncbuf.testing._sampler_history import Disturbance, History, Setting
 from asyncbuf.testing.compare import assert_same_batch
 from asyncbuf.testing.resume import WAYS, assert_exact_resume
+from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from asyncbuf.batch import Batch
     from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Storage
+    from asyncbuf.writer import Writer
 
 # Batches of a whole buffer, and depths and workers of its prefetching.
 _BATCHES = 12
@@ -52,6 +54,7 @@ async def check_sampler(
     *,
     items: Callable[[int, int], Any] = numbered_items,
     make_storage: Callable[[int], Storage] = TensorStorage,
+    make_writer: Callable[[], Writer] = RoundRobinWriter,
     capacity: int = 24,
     batch_size: int = 4,
     other_batch_sizes: Sequence[int] = (1, 7),
@@ -72,6 +75,7 @@ async def check_sampler(
         items: ``items(count, start)`` makes ``count`` items from item number ``start`` on, as ``extend`` takes them.
             They have the leaves that ``Sampler.columns`` names, and an item follows from its number alone.
         make_storage: makes a storage of so many rows for these items.
+        make_writer: makes a writer for so many rows.
         capacity: number of rows; six batches or more, so that a buffer has rows to prefetch.
         batch_size: number of rows of most draws.
         other_batch_sizes: of the others; those that ``Sampler.check`` refuses are left out.
@@ -89,6 +93,7 @@ async def check_sampler(
         make_sampler=make_sampler,
         items=items,
         make_storage=make_storage,
+        make_writer=make_writer,
         capacity=capacity,
         batch_size=batch_size,
         steps=steps,
@@ -100,12 +105,14 @@ async def check_sampler(
     sizes = [batch_size, *(size for size in other_batch_sizes if _is_possible(sampler, capacity, size))]
     draws = 0
     for seed in seeds:
-        setting = Setting(make_sampler, items, make_storage, capacity, sizes, steps, seed)
+        setting = Setting(make_sampler, items, make_storage, capacity, sizes, steps, seed, make_writer)
         draws += _check_history(setting, contract)
-    check_leases(Setting(make_sampler, items, make_storage, capacity, [batch_size], steps, 0), contract)
+    check_leases(Setting(make_sampler, items, make_storage, capacity, [batch_size], steps, 0, make_writer), contract)
     contract.where = "in all histories together"
     contract.require(draws > 0, "may_draw is true at some time", "a draw", "none")
-    await _check_buffers(_Buffers(make_sampler, items, make_storage, capacity, batch_size, seconds), contract)
+    await _check_buffers(
+        _Buffers(make_sampler, items, make_storage, make_writer, capacity, batch_size, seconds), contract
+    )
 
 
 def _is_possible(sampler: Sampler, capacity: int, batch_size: int) -> bool:
@@ -177,6 +184,7 @@ class _Buffers(NamedTuple):
     make_sampler: Callable[[], Sampler]
     items: Callable[[int, int], Any]
     make_storage: Callable[[int], Storage]
+    make_writer: Callable[[], Writer]
     capacity: int
     batch_size: int
     seconds: float
@@ -185,6 +193,7 @@ class _Buffers(NamedTuple):
         return ReplayBuffer(
             self.make_storage(self.capacity),
             sampler=self.make_sampler(),
+            writer=self.make_writer(),
             batch_size=self.batch_size,
             prefetch=depth,
             workers=workers,
@@ -192,8 +201,12 @@ class _Buffers(NamedTuple):
         )
 
     async def made(self) -> ReplayBuffer:
-        buffer = self.make()
-        await buffer.extend(self.items(self.capacity, 0))
+        return await self.filled(self.make())
+
+    async def filled(self, buffer: ReplayBuffer) -> ReplayBuffer:
+        """Several writes, which a writer may put into several tables."""
+        for start in range(0, self.capacity, self.batch_size):
+            await buffer.extend(self.items(min(self.batch_size, self.capacity - start), start))
         return buffer
 
     async def feed(self, buffer: ReplayBuffer, step: int, batch: Batch) -> None:
@@ -203,8 +216,7 @@ class _Buffers(NamedTuple):
 
     async def stream(self, depth: int, workers: int) -> list[Batch]:
         """The first batches of a buffer that gets no more items."""
-        buffer = self.make(depth, workers)
-        await buffer.extend(self.items(self.capacity, 0))
+        buffer = await self.filled(self.make(depth, workers))
         await buffer.finish()
         batches: list[Batch] = []
         async with buffer:

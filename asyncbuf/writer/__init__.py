@@ -6,6 +6,7 @@ from asyncbuf.writer.immutable import ImmutableDatasetWriter
 from asyncbuf.writer.max_value import MaxValueWriter
 from asyncbuf.writer.reservoir import ReservoirWriter
 from asyncbuf.writer.round_robin import RoundRobinWriter
+from asyncbuf.writer.tables import TableWriter
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -13,5 +14,6 @@ __all__ = [
     "Placement",
     "ReservoirWriter",
     "RoundRobinWriter",
+    "TableWriter",
     "Writer",
 ]

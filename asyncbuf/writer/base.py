@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ class Writer(ABC):
 
     Attributes:
         columns: leaf paths of items, such as ``("score",)`` or ``("meta/score",)``, whose values ``place_values`` gets.
+        tables: the rows of each named table, for a writer that has several in one storage (``TableWriter``).
         computes_numbers: whether ``numbers`` can tell the item numbers of rows; if not, the table stores them. Not
             inherited: a subclass says so itself.
         trusted: whether placements are used without a look at their rows. Not inherited, either.
     """
 
     columns: tuple[str, ...] = ()
+    tables: Mapping[str, range] = MappingProxyType({})
     computes_numbers: ClassVar[bool] = False
     trusted: ClassVar[bool] = False
 
@@ -68,6 +71,21 @@ class Writer(ABC):
                 the caller of ``extend`` handed in: copy what is kept.
         """
         raise TypeError(f"{type(self).__name__}: expected place_values(), because it names columns; found none")
+
+    def columns_of(self, table: str) -> tuple[str, ...]:
+        """As ``columns``, for items that go into one of the ``tables``."""
+        raise TypeError(f"{type(self).__name__}: expected columns_of(), because it has tables; found none")
+
+    def place_in(self, table: str, count: int, capacity: int, columns: Mapping[str, np.ndarray[Any, Any]]) -> Placement:
+        """As ``place_values``, for items that go into one of the ``tables``."""
+        raise TypeError(f"{type(self).__name__}: expected place_in(), because it has tables; found none")
+
+    def check(self, capacity: int) -> None:
+        """Refuse a capacity that the writer is not made for. Asked when the buffer is made.
+
+        Raises:
+            ValueError: it is another one.
+        """
 
     @abstractmethod
     def commit(self, placement: Placement, capacity: int) -> None:

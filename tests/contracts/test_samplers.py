@@ -8,28 +8,41 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asyncbuf import (
+    ConsumingSampler,
     ListStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     Sampler,
     SamplerWithoutReplacement,
+    StratifiedSampler,
     TensorStorage,
+    WeightedSampler,
     WriteEvent,
 )
 from asyncbuf.testing import check_sampler
 from tests.contracts.broken_samplers import BROKEN, CAPACITY, JoinsForNobody, LeaseSampler, WeightSampler
-from tests.helpers import WeightedSampler, rows, within
+from tests.helpers import WeightedSampler as MultinomialSampler
+from tests.helpers import rows, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOUND: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
-    "weighted": WeightedSampler,
+    "multinomial": MultinomialSampler,
+    "weighted": lambda: WeightedSampler("value"),
+    "weighted-distinct": lambda: WeightedSampler(replacement=False),
     "weights": WeightSampler,
     "lease": LeaseSampler,
     "prioritized": PrioritizedSampler,
+    "consuming": ConsumingSampler,
+    "consuming-fifo": lambda: ConsumingSampler(3),
+    "consuming-lifo": lambda: ConsumingSampler(2, "lifo"),
+    "consuming-random": lambda: ConsumingSampler(2, "random"),
+    "stratified": lambda: StratifiedSampler("number"),
+    "stratified-shares": lambda: StratifiedSampler("done", {True: 0.3, False: 0.7}),
+    "stratified-others": lambda: StratifiedSampler("number", {3: 0.5, 20: 0.25, 41: 0.25}, when_empty="others"),
     "passes": SamplerWithoutReplacement,
     "passes-drop": lambda: SamplerWithoutReplacement(drop_last=True),
     "passes-order": lambda: SamplerWithoutReplacement(shuffle=False),

@@ -18,6 +18,7 @@ from asyncbuf import (
 )
 from asyncbuf.testing import check_writer
 from tests.contracts.broken_writers import BROKEN, StopsWhenFull
+from tests.tables import TurnsWriter, two_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,8 @@ SOUND: dict[str, Callable[[], Writer]] = {
     "every-second": EverySecond,
     "best": lambda: MaxValueWriter("value"),
     "reservoir": lambda: ReservoirWriter(seed=3),
+    "tables": lambda: two_tables(13),
+    "three-tables": lambda: TurnsWriter({"a": 4, "b": 6, "c": 3}),
     "immutable": ImmutableDatasetWriter,
 }
 

@@ -33,3 +33,12 @@ def assert_independent(one: Any, other: Any, kinds: int) -> None:
     pairs = np.bincount(np.asarray(one) * kinds + np.asarray(other), minlength=kinds * kinds)
     assert len(pairs) == kinds * kinds
     assert abs(deviation(pairs, (kinds - 1) ** 2)) < LIMIT
+
+
+def assert_chances(counts: Any, chances: Any) -> None:
+    """Counts that should be in proportion to some numbers, all of them positive: within 3 sigma of the chi-square."""
+    found, wanted = np.asarray(counts, np.float64), np.asarray(chances, np.float64)
+    expected = found.sum() * wanted / wanted.sum()
+    freedom = len(found) - 1
+    statistic = float(((found - expected) ** 2 / expected).sum())
+    assert abs(statistic - freedom) < 3 * math.sqrt(2 * freedom)

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from asyncbuf.rows import SCATTERED, Rows
+
 if TYPE_CHECKING:
-    from asyncbuf.rows import Int64Array
+    from collections.abc import Sequence
+
+    from asyncbuf.rows import Int64Array, Placement, RowRange
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -110,3 +114,100 @@ class RowsAfterWrite:
     def contains(self, rows: torch.Tensor) -> torch.Tensor:
         """Which rows are valid: bool, in the shape of ``rows``."""
         return self._before.contains(rows) | torch.from_numpy(np.isin(rows.numpy(), self._added))
+
+
+class ValidIndex:
+    """Which rows are valid: 0 to ``size - 1``, until a row is removed or a writer leaves a gap.
+
+    Args:
+        capacity: number of rows.
+
+    Attributes:
+        sparse: the valid rows, once there are gaps.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._size = 0
+        self.sparse: SparseRows | None = None
+
+    @classmethod
+    def of(cls, capacity: int, size: int, rows: Int64Array | None) -> Self:
+        """An index of so many rows: those from 0 on, or different ones, at positions in this order."""
+        index = cls(capacity)
+        index._size = size
+        index.sparse = None if rows is None else SparseRows.of(capacity, rows)
+        return index
+
+    @property
+    def size(self) -> int:
+        """Number of valid rows."""
+        return self._size if self.sparse is None else self.sparse.size
+
+    def rows(self, write_count: int) -> Rows:
+        """What there is to draw from now."""
+        sparse = self.sparse
+        if sparse is None:
+            return Rows(self._size, self._capacity, write_count)
+        return Rows(sparse.size, self._capacity, write_count, sparse)
+
+    def rows_after(self, placement: Placement, write_count: int) -> Rows:
+        """What there will be to draw from after a write."""
+        if self.sparse is None and (size := _dense_size(self._size, placement.runs)) is not None:
+            return Rows(size, self._capacity, write_count)
+        before = SparseRows(self._capacity, self._size) if self.sparse is None else self.sparse
+        added = before.missing(placement.rows)
+        after = RowsAfterWrite(before, before.size, added)
+        return Rows(before.size + len(added), self._capacity, write_count, after)
+
+    def wrote(self, placement: Placement) -> None:
+        """Rows were written."""
+        runs = placement.runs
+        if self.sparse is not None:
+            self.sparse.add(placement.rows)
+        elif type(runs) is tuple and len(runs) == 1 and runs[0].row <= self._size:  # the short way of most writes
+            stop = runs[0].row + runs[0].count
+            if stop > self._size:
+                self._size = stop
+        elif (size := _dense_size(self._size, runs)) is not None:
+            self._size = size
+        else:
+            self._make_sparse().add(placement.rows)
+
+    def remove(self, rows: Int64Array) -> None:
+        """Valid rows leave, each of which is given once."""
+        self._make_sparse().remove(rows)
+
+    def _make_sparse(self) -> SparseRows:
+        if self.sparse is None:
+            self.sparse = SparseRows(self._capacity, self._size)
+        return self.sparse
+
+    def clear(self) -> None:
+        """Every row is invalid now."""
+        self._size = 0
+        self.sparse = None
+
+    def by_position(self) -> Int64Array:
+        """The valid rows in the order of their positions: int64 ``[size]``."""
+        positions = np.arange(self.size)
+        return positions if self.sparse is None else self.sparse.at(torch.from_numpy(positions)).numpy()
+
+
+def _dense_size(size: int, runs: Sequence[RowRange]) -> int | None:
+    """How many rows are valid after a write to rows of which ``size`` are; None if there are gaps then."""
+    if isinstance(runs, SCATTERED):
+        new = runs.rows[runs.rows >= size]
+        stop = size + len(new)
+        return stop if int(new.max(initial=-1)) < stop else None
+    for run in runs if len(runs) < 2 else sorted(runs, key=_row):
+        if run.row > size:
+            return None
+        stop = run.row + run.count
+        if stop > size:
+            size = stop
+    return size
+
+
+def _row(run: RowRange) -> int:
+    return run.row
