@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from asyncbuf._runtime.arguments import field_path, field_paths
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
@@ -95,11 +97,16 @@ class ItemKeys:
         ends = False
         for path in self._ends:
             ends = ends or bool(offered[path].item())
-        return 0 if self._trajectory is None else int(offered[self._trajectory].astype(np.int64).item()), ends
+        key = 0 if self._trajectory is None else int(offered[self._trajectory].astype(np.int64).item())
+        return key if event.into is None else key ^ _mark(event.into), ends
 
     def of(self, event: WriteEvent) -> tuple[Int64Array | None, BoolArray | None]:
         """As ``of_one``, for the items of a write: int64 ``[offered]`` and bool ``[offered]``, None where no key is."""
-        return self.of_columns(event.offered)
+        keys, ends = self.of_columns(event.offered)
+        if event.into is not None:
+            keys = np.zeros(len(event.row_of_each), np.int64) if keys is None else keys
+            keys = keys ^ _mark(event.into)
+        return keys, ends
 
     def of_columns(self, offered: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Int64Array | None, BoolArray | None]:
         """As ``of``, for columns by path."""
@@ -109,6 +116,12 @@ class ItemKeys:
             ends = here if ends is None else ends | here
         keys = None if self._trajectory is None else offered[self._trajectory].reshape(-1).astype(np.int64)
         return keys, ends
+
+
+@functools.cache
+def _mark(table: str) -> int:
+    """A number of 63 bits for a table: a trajectory in one does not go on in another that has one of the same key."""
+    return int.from_bytes(blake3(table.encode()).digest(8), "little") >> 1
 
 
 class Tracker:

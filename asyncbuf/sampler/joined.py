@@ -98,6 +98,10 @@ class JoinedSampler(Sampler):
 
     # -- what happens to rows -----------------------------------------------------------------------------------------
 
+    def use_tables(self, tables: Mapping[str, range]) -> None:
+        """Tell the sampler."""
+        self._sampler.use_tables(tables)
+
     def check(self, capacity: int, batch_size: int) -> None:
         """Refuse what can never be drawn."""
         self._sampler.check(capacity, batch_size)
@@ -176,6 +180,15 @@ class JoinedSampler(Sampler):
     def dropped(self, draw: Draw) -> None:
         """Tell the sampler."""
         self._sampler.dropped(draw)
+
+    @property
+    def draw_unit(self) -> int:
+        """As the sampler says."""
+        return self._sampler.draw_unit
+
+    def end_epoch(self) -> None:
+        """Tell the sampler."""
+        self._sampler.end_epoch()
 
     @property
     def epoch(self) -> int | None:

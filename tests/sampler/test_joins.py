@@ -13,14 +13,17 @@ from asyncbuf import (
     Hindsight,
     JoinedSampler,
     ListStorage,
+    MixtureSampler,
     NStep,
     PrefetchError,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    Sampler,
     SamplerWithoutReplacement,
     SchemaError,
     SliceSampler,
+    TableWriter,
     TensorStorage,
 )
 from asyncbuf.testing import assert_same_batch
@@ -328,3 +331,30 @@ def test_joins_that_do_not_go_together() -> None:
         JoinedSampler(RandomSampler(), end_key="done")
     with pytest.raises(ValueError, match="end_key"):
         JoinedSampler(RandomSampler(), returns)
+
+
+@pytest.mark.parametrize("trajectory_key", [None, "env"])
+@pytest.mark.parametrize("at_once", [1, 40])
+async def test_a_trajectory_does_not_go_on_in_another_table(trajectory_key: str | None, at_once: int) -> None:
+    tables = TableWriter({"offline": 40, "online": 40})
+    mixture = MixtureSampler({"offline": RandomSampler(), "online": RandomSampler()})
+    sampler = JoinedSampler(mixture, NStep(3, 1.0), FrameStack(2), end_key=ENDS, trajectory_key=trajectory_key)
+    async with ReplayBuffer(
+        TensorStorage(80), writer=tables, sampler=sampler, batch_size=64, generator=seeded()
+    ) as buffer:
+        for start in range(0, 40, at_once):
+            for table, sign in (("offline", -1), ("online", 1)):
+                items = steps(at_once, start)
+                items = {**items, "obs": sign * (1 + items["obs"]), "env": torch.zeros(at_once, dtype=torch.int64)}
+                await buffer.extend({**items, "next_obs": items["obs"]}, table=table)
+        batch = await buffer.sample()
+        signs = torch.where(batch.info["table"] == 0, -1, 1)
+        assert set(signs.tolist()) == {-1, 1}
+        first, last = batch["obs"][:, 1, 0], batch["next_obs"][:, 0]
+        assert torch.equal((last - first) * signs, batch.info["steps"] - 1.0)
+        assert (batch["obs"][:, 0, 0] * signs > 0).all()
+
+
+def test_a_sampler_with_joins_passes_on_everything() -> None:
+    asked = {name for name in vars(Sampler) if not name.startswith("_")} - {"columns", "trusted", "counts_draws"}
+    assert asked - vars(JoinedSampler).keys() <= {"combines_at_once", "hooks"}  # set for each object
