@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
@@ -224,6 +224,16 @@ class InTable(NamedTuple):
     placement: Placement
 
 
+def _parts(placement: Placement, count: int) -> Iterator[Placement]:
+    """So many items of a placement, then as many that follow, and so on."""
+    rows, items = placement.rows, placement.items
+    starts = range(0, placement.offered, count)
+    ends = items.searchsorted([*starts, placement.offered]).tolist()
+    for start, first, last in zip(starts, ends, ends[1:], strict=False):
+        offered = min(count, placement.offered - start)
+        yield Placement(offered, ScatteredItems(rows[first:last], items[first:last] - start))
+
+
 class ValidRows(Protocol):
     """The valid rows of a table from which rows were removed. Positions are 0 to ``size - 1``, in a fixed order."""
 
@@ -355,6 +365,24 @@ class WriteEvent:
     def placement(self) -> Placement:
         """Which items go where."""
         return self._placement
+
+    def in_parts(self, count: int) -> Iterator[WriteEvent]:
+        """The same write as several, of so many items each, for who must not take long over any.
+
+        Of the table that each of them has, ``write_count`` is that of the part; the rest is as it is after the last one.
+        """
+        placement = self._placement
+        note = placement.note
+        outer = _parts(placement, count)
+        inner = _parts(note.placement, count) if isinstance(note, InTable) else None
+        for number, part in enumerate(outer):
+            start = number * count
+            if isinstance(note, InTable) and inner is not None:
+                part = part._replace(note=InTable(note.table, next(inner)))
+            offered = {path: column[start : start + count] for path, column in self._offered.items()}
+            priority = None if self._priority is None else self._priority[start : start + count]
+            table = self.table._replace(write_count=self._first + start + part.offered)
+            yield WriteEvent(part, self._first + start, table, offered, priority)
 
     # -- of all items, kept or not ------------------------------------------------------------------------------------
 

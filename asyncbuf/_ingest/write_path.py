@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 # A larger write is copied by a thread.
 INLINE_BYTES = 1024 * 1024
+# A sampler that is ours is told of so many items in one step of the event loop.
+_MOST_TOLD = 4096
+_DONE = object()
+_SAMPLER_BROKEN = "the items were written, but the sampler did not take that"
 
 
 class Draws(Protocol):
@@ -80,6 +86,7 @@ class WritePath:
         self.last_writer = LastWriter()
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
+        self._most_at_once = _MOST_TOLD if table.takes_parts else sys.maxsize
 
     async def write(
         self,
@@ -111,9 +118,12 @@ class WritePath:
         prepared = prepare(items)
         if self._admission is not None:
             return await self._write_admitted(self._admission, prepared, prepare, items)
-        if prepared.nbytes <= INLINE_BYTES and self._gate.is_free_for_writes:
+        if self._is_small(prepared) and self._gate.is_free_for_writes:
             return self._gate.run_now(self._write_here, prepared)
         return await self._write_in_turn(prepared, prepare, items)
+
+    def _is_small(self, prepared: Prepared) -> bool:
+        return prepared.nbytes <= INLINE_BYTES and prepared.count <= self._most_at_once
 
     async def _write_admitted(
         self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
@@ -127,7 +137,7 @@ class WritePath:
     async def _write_in_turn(
         self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None = None
     ) -> Placement:
-        if prepared.nbytes > INLINE_BYTES:
+        if not self._is_small(prepared):
             return await self._write_in_thread(prepared, prepare, items, grant)
         async with self._gate.turn(exclusive=True):
             return self._write_here(self._confirmed(prepared, prepare, items), grant)
@@ -166,7 +176,7 @@ class WritePath:
                 copied = self._threads.copy(self._storage.write, prepared, placement.runs)
                 cancelled = await finish(copied)
                 copied.result()
-                shielded(self._commit, placement, event, grant)
+                cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
                 if prepared.written is not None:
                     prepared.written()
                 self._draws.table_changed()
@@ -186,15 +196,46 @@ class WritePath:
         return prepared if self._storage.is_current(prepared) else prepare(items)
 
     def _commit(self, placement: Placement, event: WriteEvent | None, grant: Grant | None) -> None:
+        self._make_valid(placement, grant)
+        try:
+            self._table.wrote(placement, event)
+        except BaseException as error:
+            self._broken(error, _SAMPLER_BROKEN)
+
+    def _make_valid(self, placement: Placement, grant: Grant | None) -> None:
         try:
             self._table.commit(placement)
         except BaseException as error:
             self._broken(error, "the items were written, but the writer did not take that")
         self._end(grant)
+
+    async def _commit_in_parts(
+        self, placement: Placement, event: WriteEvent | None, grant: Grant | None
+    ) -> asyncio.CancelledError | None:
+        """As ``_commit``; others have a turn of the event loop, not of the history, between the parts of a large write.
+
+        Returns:
+            The cancellation that came meanwhile; else None.
+        """
+        shielded(self._make_valid, placement, grant)
+        telling = self._table.telling(placement, event, self._most_at_once)
+        cancelled = None
         try:
-            self._table.wrote(placement, event)
+            while shielded(next, telling, _DONE) is not _DONE:
+                try:
+                    await asyncio.sleep(0)
+                except asyncio.CancelledError as error:
+                    cancelled = error
         except BaseException as error:
-            self._broken(error, "the items were written, but the sampler did not take that")
+            if not isinstance(error, GeneratorExit):
+                self._broken(error, _SAMPLER_BROKEN)
+            for _ in telling:  # the event loop was closed: nobody comes back to it
+                pass
+            raise
+        try:
+            return cancelled
+        finally:
+            del cancelled
 
     def _end(self, grant: Grant | None) -> None:
         """The items are in the table: they do not count as admitted any more."""

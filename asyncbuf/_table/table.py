@@ -94,6 +94,11 @@ class Table:
         return rows
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether the sampler may be told of a write in parts."""
+        return self._tells_events and self.sampler.trusted
+
+    @property
     def size(self) -> int:
         """Number of valid rows."""
         return self._index.size
@@ -214,11 +219,21 @@ class Table:
 
     def wrote(self, placement: Placement, event: WriteEvent | None) -> None:
         """Tell the sampler of rows that were written. An error leaves it in a state that does not go with the rows."""
+        for _ in self.telling(placement, event, placement.offered):
+            pass
+
+    def telling(self, placement: Placement, event: WriteEvent | None, most: int) -> Iterator[None]:
+        """As ``wrote``, so many items at a time if the sampler is ours; another one is told of a write as a whole."""
         if event is not None and self._tells_events:
             if self._checks_writes and self._index.sparse is None:
                 self._rows = event.table  # as it was to be
             event.table = self.rows
-            self.sampler.wrote(event)
+            if placement.offered <= most or not self.sampler.trusted:
+                self.sampler.wrote(event)
+            else:
+                for part in event.in_parts(most):
+                    self.sampler.wrote(part)
+                    yield
         if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
 
