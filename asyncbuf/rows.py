@@ -369,7 +369,7 @@ class WriteEvent:
     def in_parts(self, count: int) -> Iterator[WriteEvent]:
         """The same write as several, of so many items each, for who must not take long over any.
 
-        Of the table that each of them has, ``write_count`` is that of the part; the rest is as it is after the last one.
+        Of the table that each of them has, ``write_count`` is that of the part; the rest is as after the last one.
         """
         placement = self._placement
         note = placement.note
