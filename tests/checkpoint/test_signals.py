@@ -81,6 +81,8 @@ async def train(mode: str, root: Path) -> int:
 
 
 def main(loop: str, mode: str, root: str) -> None:
+    # As in a terminal: what a shell runs in the background would ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if loop == "uvloop":
         import uvloop
 
