@@ -201,7 +201,7 @@ class FrozenCompressedRows(FrozenRows):
         self._codec = codec
         self._is_compressed = rows.is_compressed
 
-    def _columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
+    def columns(self, start: int, stop: int, spare: SpareMemory) -> dict[str, torch.Tensor]:
         fields, is_compressed = self._rows.fields, self._is_compressed
         plain = [field for field, is_it in zip(fields, is_compressed, strict=True) if not is_it]
         arrays = iter(arrays_of(plain, self._kept.count(start, stop), spare)) if plain else iter(())

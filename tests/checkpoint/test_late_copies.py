@@ -241,7 +241,6 @@ ODD: dict[str, Any] = {
     "lazy module": (lambda: torch.nn.LazyLinear(3), "model.*lazy"),
     "lazy batch norm": (lambda: torch.nn.LazyBatchNorm1d(), "model.*lazy"),
     "meta module": (lambda: torch.nn.Linear(2, 3, device="meta"), "model.*meta"),
-    "nested": (lambda: Holder(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)), "model/deep/0.*nest"),
     "masked": (lambda: Holder(masked()), "model/deep/0.*MaskedTensor"),
     "sparse": (lambda: Holder(torch.eye(2).to_sparse()), "model/deep/0.*dense"),
     "masked array": (lambda: Holder(np.ma.masked_array([1], [True])), "model/deep/0.*MaskedArray"),

@@ -327,7 +327,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mask": (np.ma.masked_array([1, 2], [True, False]), "item 2/y: .*MaskedArray"),
     "sparse": (torch.eye(2).to_sparse(), "item 2/y: .*dense"),
     "meta": (torch.ones(2, device="meta"), "item 2/y: .*meta"),
-    "nested": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "item 2/y: .*nested"),
     "lazy": (torch.nn.LazyLinear(2).weight, "item 2/y: .*lazy"),
     "key": ({object(): 1}, "item 2/y: expected"),
 }

@@ -30,10 +30,6 @@ def test_what_can_be_saved_passes(value: Any) -> None:
     check_savable({"a": [value, (value, {1: value})]})
 
 
-def nested_tensor() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-
-
 def quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
@@ -51,7 +47,6 @@ NEVER: dict[str, tuple[Callable[[], Any], str]] = {
     "array with a mask": (lambda: np.ma.masked_array([1, 2], [True, False]), "mask"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
-    "nested": (nested_tensor, "jagged"),
     "quantized": (quantized, "qint8"),
     "meta": (lambda: torch.zeros(3, device="meta"), "meta device"),
     "meta parameter": (lambda: torch.nn.Parameter(torch.zeros(3, device="meta")), "meta device"),
