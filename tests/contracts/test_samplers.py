@@ -53,6 +53,7 @@ FEW: dict[str, Any] = {"seeds": range(3), "steps": 40}
 MANY: dict[str, Any] = {"seeds": range(24), "steps": 120}
 
 
+@pytest.mark.loops_in_turn
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize(
     "many", [SHORT, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["few", "many"]

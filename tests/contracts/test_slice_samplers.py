@@ -42,7 +42,7 @@ TRAJECTORIES: dict[str, Callable[[], Sampler]] = {
     "padded": lambda: TrajectorySampler(6, end_key="done", trajectory_key="env"),
     "packed": lambda: TrajectorySampler(6, end_key=("done",), padded=False),
 }
-FEW: dict[str, Any] = {"seeds": range(3), "steps": 40}
+FEW: dict[str, Any] = {"seeds": range(3), "steps": 20}
 MANY: dict[str, Any] = {"seeds": range(18), "steps": 120}
 many = pytest.mark.parametrize(
     "many", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["few", "many"]
@@ -78,7 +78,9 @@ async def test_samplers_of_trajectories_pass(many: dict[str, Any], name: str) ->
     )
 
 
+@pytest.mark.loops_in_turn
 async def test_items_of_another_storage() -> None:
+    few: dict[str, Any] = {"seeds": range(1, 2), "steps": 20}
     await check_sampler(
-        SLICES["in-turns"], items=separate_items, make_storage=ListStorage, capacity=40, batch_size=6, **FEW
+        SLICES["in-turns"], items=separate_items, make_storage=ListStorage, capacity=40, batch_size=6, **few
     )

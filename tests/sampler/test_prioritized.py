@@ -180,7 +180,9 @@ async def test_alpha_and_beta_follow_schedules_and_settings() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 @pytest.mark.parametrize("is_scheduled", [False, True])
-async def test_exact_resume(prefetch: int, is_scheduled: bool) -> None:
+@pytest.mark.loops_in_turn
+@pytest.mark.parametrize("at", [[3, 8], pytest.param("every", marks=pytest.mark.slow)], ids=["two", "every"])
+async def test_exact_resume(prefetch: int, is_scheduled: bool, at: Any) -> None:
     async def make() -> ReplayBuffer:
         schedules: dict[str, Any] = {"alpha": lambda n: 0.9 - 0.05 * (n // 4), "beta": lambda n: 0.1 * n}
         sampler = PrioritizedSampler(**(schedules if is_scheduled else {}))
@@ -198,7 +200,7 @@ async def test_exact_resume(prefetch: int, is_scheduled: bool) -> None:
     ways = (
         ("snapshot", "state_dict", "directory") if is_scheduled else ("snapshot", "state_dict", "directory", "pickle")
     )
-    await assert_exact_resume(make, feed=feed, ways=ways)
+    await assert_exact_resume(make, feed=feed, ways=ways, at=at)
 
 
 async def restored(state: dict[str, Any], sampler: PrioritizedSampler | None = None) -> None:

@@ -240,6 +240,9 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
+points = pytest.mark.parametrize("at", [[2, 6], pytest.param("every", marks=pytest.mark.slow)], ids=["two", "every"])
+
+
 async def feed(buffer: ReplayBuffer, step: int, batch: Batch) -> None:
     await buffer.update_priority(batch, batch["number"] % 7)
     await buffer.extend(steps(5, 60 + 5 * step, environments=3, length=6))
@@ -249,13 +252,14 @@ async def feed(buffer: ReplayBuffer, step: int, batch: Batch) -> None:
 
 @pytest.mark.loops_in_turn
 @pytest.mark.parametrize(("name", "prefetch"), crossed(list(SAMPLERS), [0, 1, 4], one_in=2))
-async def test_exact_resume(name: str, prefetch: int) -> None:
+@points
+async def test_exact_resume(name: str, prefetch: int, at: Any) -> None:
     async def make() -> ReplayBuffer:
         buffer = made(SAMPLERS[name](), capacity=50, prefetch=prefetch, workers=2)
         await buffer.extend(steps(60, environments=3, length=6))
         return buffer
 
-    await assert_exact_resume(make, feed=feed, steps=9, hops=1)
+    await assert_exact_resume(make, feed=feed, steps=9, at=at, hops=1)
 
 
 async def saved() -> dict[str, Any]:
