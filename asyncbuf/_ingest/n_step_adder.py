@@ -198,7 +198,9 @@ class NStepAdder:
             int64 ``[made]``; int64 ``[n, made]``, where the last step of a trajectory is repeated; int64 ``[others]``.
         """
         count, n = len(waiting), self._returns.n
-        keys, ends = self._keys.of_columns({path: _flat(waiting.column(path), path) for path in self._keys.columns})
+        columns = {path: _numbers(waiting.column(path)) for path in self._keys.columns}
+        self._keys.check_columns(columns)
+        keys, ends = self._keys.of_columns(columns)
         order = np.arange(count) if keys is None else keys.argsort(kind="stable")
         ends = np.zeros(count, np.bool_) if ends is None else ends[order]
         stops = ends.copy()
@@ -216,8 +218,9 @@ class NStepAdder:
     def _made(self, items: _Waiting, firsts: Int64Array, way: Int64Array) -> Any:
         """Items with returns, as the storage takes them."""
         returns, lasts = self._returns, torch.from_numpy(way[-1])
-        rewards = items.column(returns.reward_key).numpy()
-        ended = None if returns.terminated_key is None else items.column(returns.terminated_key).numpy()[way[-1]]
+        reward = items.column(returns.reward_key)
+        rewards = _numbers(reward)
+        ended = None if returns.terminated_key is None else _numbers(items.column(returns.terminated_key))[way[-1]]
         total, steps, discounts = returns.computed(way, rewards[way], ended)
         made = [leaf[torch.from_numpy(firsts)] for leaf in items.leaves]
         for path in returns.last_keys:
@@ -226,7 +229,8 @@ class NStepAdder:
                 raise SchemaError(f"expected items with the field {path!r}, found {items.paths}")
             for i in found:
                 made[i] = items.leaves[i][lasts]
-        made[items.paths.index(returns.reward_key)] = torch.from_numpy(total)
+        kind = reward.dtype if reward.is_floating_point() else torch.float32
+        made[items.paths.index(returns.reward_key)] = torch.from_numpy(total).to(kind)
         tree = unflatten(items.spec, made)
         if not hasattr(tree, "keys"):
             raise SchemaError(f"expected items that are dicts, found a {type(tree).__name__}")
@@ -272,10 +276,12 @@ class NStepAdder:
         self._waiting = waiting
 
 
-def _flat(column: torch.Tensor, path: str) -> np.ndarray[Any, Any]:
-    if column[0].numel() != 1:
-        raise SchemaError(f"{path}: expected one value per item, found items of shape {list(column.shape[1:])}")
-    return column.reshape(-1).numpy()
+def _numbers(column: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The values of a field as an array; float32 where numpy lacks the dtype."""
+    if column.is_floating_point() and column.dtype not in (torch.float16, torch.float32, torch.float64):
+        column = column.to(torch.float32)
+    values: np.ndarray[Any, Any] = column.numpy()
+    return values
 
 
 def _batch_of(items: Any, *, is_one: bool) -> _Waiting:

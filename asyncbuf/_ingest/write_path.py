@@ -8,6 +8,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from asyncbuf._ingest.last_writer import LastWriter
@@ -296,6 +297,8 @@ def _prepared(prepare: Prepare, priority: Any, more: dict[str, Any], items: Any)
     """Items that come with priorities, go into a table, or with something to do when they are written."""
     found = prepare(items)
     if priority is not None:
+        if isinstance(priority, float):
+            priority = np.float64(priority)  # not by way of float32
         values = checks.priorities(priority, found.count, is_batch=False)
         more = {**more, "priority": values.to(torch.float64).numpy().copy()}
     return dataclasses.replace(found, **more)

@@ -39,13 +39,9 @@ def private(value: Any) -> Any:
 
 def private_draw(draw: Draw) -> Draw:
     """A draw whose tensors and dicts may be changed."""
-    copier = _Copier()
-    return draw._replace(
-        indices=copier.copy(draw.indices),
-        info=copier.copy(dict(draw.info)),
-        lengths=copier.copy(draw.lengths),
-        joins=copier.copy(dict(draw.joins)),
-    )
+    # All at once: what was copied is told by its id, which another object may have once it is gone.
+    indices, info, lengths, joins = private((draw.indices, dict(draw.info), draw.lengths, dict(draw.joins)))
+    return draw._replace(indices=indices, info=info, lengths=lengths, joins=joins)
 
 
 def is_small(value: Any, nbytes: int) -> bool:

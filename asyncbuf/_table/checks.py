@@ -120,8 +120,11 @@ def row_numbers(indices: Any, capacity: int, name: str) -> Int64Array:
 def _tensor(value: Any, name: str, expected: str) -> torch.Tensor:
     try:
         return torch.as_tensor(value, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{name}: expected {expected}, found {summary(value)}") from error
+
+
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
@@ -142,4 +145,6 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
         raise ValueError(f"priority: expected {count} values, one per {whose}, found {value.numel()}")
     if not torch.isfinite(value).all():
         raise ValueError("priority: expected finite values, found nan or infinity")
+    if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
+        value = value.to(torch.float32)
     return value.reshape(-1)

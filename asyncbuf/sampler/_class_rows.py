@@ -9,6 +9,8 @@ import numpy as np
 from asyncbuf.sampler._row_set import row_type
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from asyncbuf.rows import Int64Array
     from asyncbuf.sampler._row_set import RowArray
 
@@ -22,19 +24,25 @@ class ClassRows:
     class move into their positions: the order depends on the history and on nothing else.
 
     A class has a slot, and a piece of one array for its rows. Pieces that are full get another place with twice the
-    room. So all classes of a write or a batch are served by the same few calls.
+    room. So all classes of a write or a batch are served by the same few calls. A class without rows is forgotten, and
+    its slot is for the next one.
 
     Args:
         capacity: number of rows that there can be.
+        kept: classes that are not forgotten.
 
     Attributes:
-        values: the class of each slot.
+        values: the class of each slot; of a slot without a class, one that it had.
         sizes: number of rows by slot, int64 ``[slots]``.
         changes: how often a class came, or got its first row, or lost its last.
+        fresh: slots that got a class since somebody emptied this list.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, kept: Iterable[int] = ()) -> None:
         self.values: list[int] = []
+        self.fresh: list[int] = []
+        self._kept = frozenset(kept)
+        self._free: list[int] = []  # slots without a class
         self.sizes: Int64Array = np.zeros(0, np.int64)
         self.changes = 0
         self._slots: dict[int, int] = {}
@@ -58,17 +66,38 @@ class ClassRows:
     def slot(self, value: int) -> int:
         """The slot of a class, which may be a new one."""
         found = self._slots.get(value, -1)
-        if found < 0:
-            found = self._slots[value] = len(self.values)
+        if found >= 0:
+            return found
+        if self._free:
+            found = self._free.pop()
+            self.values[found] = value
+        else:
+            found = len(self.values)
             self.values.append(value)
             for name in ("sizes", "_starts", "_rooms"):
                 setattr(self, name, np.append(getattr(self, name), 0))
-            self.changes += 1
+        self._slots[value] = found
+        self.fresh.append(found)
+        self.changes += 1
         return found
 
+    @property
+    def slots(self) -> list[int]:
+        """The slots that have a class, in the order of the classes."""
+        return [slot for _, slot in sorted(self._slots.items())]
+
+    def _forget(self, slots: Iterable[int]) -> None:
+        """These have no rows any more."""
+        for slot in slots:
+            value = self.values[slot]
+            if value not in self._kept:
+                del self._slots[value]
+                self._free.append(slot)
+
     def clear(self) -> None:
-        """Discard all rows; classes keep their slots."""
-        self.sizes = np.zeros_like(self.sizes)
+        """Discard all rows."""
+        self._forget([slot for slot in self.slots if self.sizes.item(slot)])
+        self.sizes[:] = 0
         self._slot = np.zeros(len(self._slot), np.int32)  # takes no time, where filling would
         self.changes += 1
 
@@ -169,7 +198,9 @@ class ClassRows:
         self._position[moved] = holes
         self._slot[rows] = 0
         self.sizes[changed] = sizes
-        self.changes += int(np.count_nonzero(sizes == 0))
+        if (emptied := changed[sizes == 0]).size:
+            self._forget(emptied.tolist())
+            self.changes += emptied.size
 
     def _discard_one(self, row: int) -> None:
         slot = self._slot.item(row) - 1
@@ -181,7 +212,9 @@ class ClassRows:
         self._position[last] = position
         self._slot[row] = 0
         self.sizes[slot] = size
-        self.changes += not size
+        if not size:
+            self._forget([slot])
+            self.changes += 1
 
 
 def _ranges(counts: Int64Array) -> Int64Array:

@@ -118,7 +118,7 @@ class Join(ABC):
 
 
 class Column:
-    """The values of one field by row. Its dtype and shape are those of the first items.
+    """The values of one field by row. Their shape is that of the first items.
 
     Args:
         path: path of the field.
@@ -145,6 +145,8 @@ class Column:
         columns, rows = event.columns[self.path], event.rows.numpy()
         if self.values is None:
             self.values = np.zeros((event.table.capacity, *columns.shape[1:]), columns.dtype)
+        elif self.values.dtype != columns.dtype:  # items of a list may be 0 at first, and 0.5 later
+            self.values = self.values.astype(np.promote_types(self.values.dtype, columns.dtype), copy=False)
         self.values[rows] = columns
 
     def verify(self, stop: int, rows: Rows, name: str) -> None:
@@ -189,10 +191,10 @@ class Column:
             raise CheckpointCorruptError(
                 f"{name}: expected numbers as values of {self.path}, found {dtype_name(values.dtype)}"
             ) from error
-        if self.values is not None and (saved.dtype, saved.shape[1:]) != (self.values.dtype, self.values.shape[1:]):
+        if self.values is not None and saved.shape[1:] != self.values.shape[1:]:
             raise CheckpointCorruptError(
-                f"{name}: expected values of {self.path} of {self.values.dtype} {list(self.values.shape[1:])}, found "
-                f"{saved.dtype} {list(saved.shape[1:])}"
+                f"{name}: expected values of {self.path} of shape {list(self.values.shape[1:])}, found "
+                f"{list(saved.shape[1:])}"
             )
         found = np.zeros((capacity, *saved.shape[1:]), saved.dtype)
         found[: len(saved)] = saved
@@ -214,9 +216,15 @@ def taken(data: Any, path: str) -> Any:
 
 
 def put(data: Any, path: str, value: Any) -> None:
-    """Put something at a path of nested dicts. Those on the way become copies, which share their leaves."""
+    """Put something at a path of nested dicts. Those on the way become copies, which share their leaves.
+
+    Raises:
+        SchemaError: there is a leaf on the way.
+    """
     *ways, last = path.split("/")
     for key in ways:
+        if key in data.keys() and not hasattr(data[key], "keys"):  # noqa: SIM118
+            raise SchemaError(f"expected items with room for {path!r}, found a leaf at {key!r} in {summary(data)}")
         data[key] = data[key].copy() if key in data.keys() else {}  # noqa: SIM118
         data = data[key]
     data[last] = value

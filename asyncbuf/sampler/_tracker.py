@@ -82,7 +82,10 @@ class ItemKeys:
         Raises:
             SchemaError: an item has more than one value, or the number of a trajectory is no integer.
         """
-        offered = event.offered
+        self.check_columns(event.offered)
+
+    def check_columns(self, offered: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """As ``check``, for columns by path."""
         for path in self.columns:
             column = offered[path]
             if column.size != len(column):

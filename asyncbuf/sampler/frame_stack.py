@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._runtime.arguments import count, field_path, shown
+from asyncbuf.errors import SchemaError
 from asyncbuf.sampler._join import Join, JoinedRows, put, taken
 from asyncbuf.sampler._spans import steps_on
 
@@ -59,6 +60,8 @@ class FrameStack(Join):
         self._k = count(k, "k", 1, example=4)
         self._key = field_path(key, "key", example="obs")
         self._next_key = None if next_key is None else field_path(next_key, "next_key", example="next_obs")
+        if self._next_key == self._key:
+            raise ValueError(f"next_key: expected another path than that of the frame, found {shown(next_key)}")
         if not isinstance(is_next_stored, bool):
             raise TypeError(f"is_next_stored: expected a bool, found {shown(is_next_stored)}")
         if is_next_stored and next_key is None:
@@ -105,6 +108,11 @@ class FrameStack(Join):
         if self._is_next_stored:
             axis = 1 if draw.shape is None else len(draw.shape)
             frames = taken(joined[_NEXT], self._next_key)
+            if frames.shape != stack.shape or frames.dtype is not stack.dtype:
+                raise SchemaError(
+                    f"{self._next_key}: expected frames as in {self._key}, {stack.dtype} "
+                    f"{list(stack.shape[axis + 1 :])}, found {frames.dtype} {list(frames.shape[axis + 1 :])}"
+                )
             stack.select(axis, -1).copy_(frames.select(axis, -1))
         put(data, self._next_key, stack)
         return data

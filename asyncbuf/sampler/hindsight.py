@@ -10,6 +10,7 @@ import torch
 from asyncbuf._runtime.arguments import field_path, field_paths, shown
 from asyncbuf.errors import SchemaError
 from asyncbuf.sampler._join import Join, JoinedRows, put, taken
+from asyncbuf.sampler.frame_stack import FrameStack
 from asyncbuf.sampler.n_step import NStep
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Hindsight(Join):
 
     def follows(self, joins: Sequence[Join]) -> None:
         """Refuse n-step returns, whose rewards would belong to the old goal."""
+        if any(isinstance(join, FrameStack) for join in joins):
+            raise ValueError("joins: expected Hindsight ahead of FrameStack, whose frames are no goals")
         if any(isinstance(join, NStep) for join in joins):
             raise ValueError("Hindsight: expected no NStep beside it, whose rewards belong to the old goals; found one")
 
@@ -127,9 +130,21 @@ class Hindsight(Join):
             found[relabelled] = goals.to(found.dtype)
             put(data, key, found)
         rewards = taken(data, self._reward_key).clone()
-        values = torch.as_tensor(self._reward_fn(taken(data, self._achieved_key)[relabelled], goals))
+        values = _rewards(self._reward_fn(taken(data, self._achieved_key)[relabelled], goals))
         if values.numel() != len(goals):
             raise ValueError(f"reward_fn: expected {len(goals)} rewards, found those of shape {list(values.shape)}")
         rewards[relabelled] = values.to(rewards.dtype).reshape(rewards[relabelled].shape)
         put(data, self._reward_key, rewards)
         return data
+
+
+def _rewards(values: Any) -> torch.Tensor:
+    """What a reward function returned, as a tensor.
+
+    Raises:
+        TypeError: it is something else than numbers.
+    """
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"reward_fn: expected rewards [rows], found {shown(values)}") from error

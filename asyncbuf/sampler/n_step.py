@@ -79,6 +79,8 @@ class NStep(Join):
         ]
         self.last_keys: tuple[str, ...] = tuple(dict.fromkeys([*last, *(() if ends is None else (ends,))]))
         self._powers = self._gamma ** np.arange(self.n + 1)  # float64
+        self._counts = self._powers[1 : self.n, None] > 0
+        self._factors = np.where(self._counts, self._powers[1 : self.n, None], 1.0)
         self._columns = [self._reward, *(() if self._terminated is None else (self._terminated,))]
         self.columns: tuple[str, ...] = tuple(column.path for column in self._columns)
 
@@ -142,8 +144,11 @@ class NStep(Join):
         else:
             goes_on = way[1:] != way[:-1]  # after the last item, the way stays where it is
             steps = np.add.reduce(goes_on, axis=0, dtype=np.int64) + 1
-            weights = goes_on * self._powers[1 : self.n, None]
-            more = rewards[1:] * weights.reshape(*weights.shape, *[1] * (rewards.ndim - 2))
+            counts, axes = goes_on & self._counts, [1] * (rewards.ndim - 2)
+            # An infinite reward of a step that does not count is no NaN.
+            more = np.where(
+                counts.reshape(*counts.shape, *axes), rewards[1:] * self._factors.reshape(-1, 1, *axes), 0.0
+            )
             total = np.add.reduce(more, axis=0) + rewards[0]
         discounts = self._powers.take(steps)
         if ended is not None:
@@ -174,7 +179,9 @@ class NStep(Join):
         """Put the returns, and what belongs to the last step, in the places of the first."""
         for key in self.last_keys:
             put(data, key, taken(joined["n_step"], key))
-        put(data, self._reward.path, draw.info["return"].clone())
+        returns: torch.Tensor = draw.info["return"]
+        kind = taken(data, self._reward.path).dtype
+        put(data, self._reward.path, returns.to(kind if kind.is_floating_point else returns.dtype, copy=True))
         return data
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Schedule = float | Callable[[int], float]
 
+# Weights have fewer digits than that before or behind the point, so that sums of many are finite.
+_MOST_DIGITS = 280
+
 
 class PrioritizedSampler(ProportionalSampler):
     """Draws each row with a chance in proportion to ``(priority + eps) ** alpha``, with replacement.
@@ -74,7 +77,8 @@ class PrioritizedSampler(ProportionalSampler):
         super().__init__(priority_key, "priority_key", reduction)
         self._draws = 0
         self._largest = 1.0
-        self._exponent = self._value(self._alpha)
+        self._exponent = self._fitting(self.alpha, self._largest)
+        _ = self.beta  # a function may be a wrong one
         self._least = MinTree(0)
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class PrioritizedSampler(ProportionalSampler):
     @property
     def alpha(self) -> float:
         """How much priorities count in the next draw. May be set to a number or a function, as in the constructor."""
-        return self._value(self._alpha)
+        return self._value("alpha", self._alpha)
 
     @alpha.setter
     def alpha(self, alpha: Schedule) -> None:
@@ -91,14 +95,43 @@ class PrioritizedSampler(ProportionalSampler):
     @property
     def beta(self) -> float:
         """How much the weights of the next draw correct. May be set, as ``alpha``."""
-        return self._value(self._beta)
+        return self._value("beta", self._beta)
 
     @beta.setter
     def beta(self, beta: Schedule) -> None:
         self._beta = _checked("beta", beta)
 
-    def _value(self, schedule: Schedule) -> float:
-        return float(schedule(self._draws)) if callable(schedule) else schedule
+    def _value(self, name: str, schedule: Schedule) -> float:
+        return _number(name, schedule(self._draws)) if callable(schedule) else schedule
+
+    def _fitting(self, alpha: float, largest: float) -> float:
+        """An exponent with which no weight is so large or small that their sums mean nothing.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        logs = alpha * math.log10(self._eps), alpha * math.log10(largest + self._eps)
+        if not -_MOST_DIGITS < min(logs) <= max(logs) < _MOST_DIGITS:
+            raise ValueError(
+                f"alpha: expected {largest:.3g}, the largest priority, and eps {self._eps:.3g} to be below "
+                f"1e{_MOST_DIGITS} and above 1e-{_MOST_DIGITS} to its power, found {alpha:.3g}"
+            )
+        return alpha
+
+    def checked(self, values: np.ndarray[Any, Any], what: str) -> Float64Array:
+        """Priorities of a caller as float64.
+
+        Raises:
+            ValueError: one is negative, not finite, or so large that ``alpha`` makes it no number.
+        """
+        found = super().checked(values, what)
+        largest = float(found.max(initial=0.0))
+        if self._exponent and largest > 1.0 and self._exponent * math.log10(largest + self._eps) >= _MOST_DIGITS:
+            raise ValueError(
+                f"{what}: expected numbers below 1e{_MOST_DIGITS} to the power of alpha, {self._exponent:.3g}, found "
+                f"{largest:.3g}"
+            )
+        return found
 
     @property
     def largest_priority(self) -> float:
@@ -174,7 +207,7 @@ class PrioritizedSampler(ProportionalSampler):
     def _drawn(self, count: int, generator: torch.Generator) -> tuple[Int64Array, torch.Tensor]:
         """So many rows, and their weights: int64 and float32 ``[count]``."""
         if (alpha := self.alpha) != self._exponent:
-            self._exponent = alpha
+            self._exponent = self._fitting(alpha, self._largest)
             self._weigh()
         beta = self.beta
         self._draws += 1
@@ -216,6 +249,10 @@ class PrioritizedSampler(ProportionalSampler):
         numbers = [found[key] for key in ("alpha", "beta", "exponent", "largest") if key in found]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise CheckpointCorruptError(f"{name}: expected finite settings that are not negative, found {numbers}")
+        try:
+            self._fitting(found["exponent"], max(1.0, found["largest"]))
+        except ValueError as error:
+            raise CheckpointCorruptError(f"{name}: {error}") from error
         self._alpha, self._beta = found.get("alpha", self._alpha), found.get("beta", self._beta)
         self._draws, self._largest, self._exponent = found["draws"], found["largest"], found["exponent"]
         self._take_over(priorities, found["capacity"])

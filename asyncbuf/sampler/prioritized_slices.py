@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields
+from asyncbuf._runtime.arguments import shown
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler._row_set import NotedRowSet
 from asyncbuf.sampler._slicer import Slicer
@@ -159,7 +160,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         length = self._slicer.length
         if not isinstance(indices, torch.Tensor) or indices.ndim != 2 or indices.shape[1] != length:
             return indices, priority
-        values = torch.as_tensor(priority, device="cpu").detach().to(torch.float64).numpy()
+        values = _values(priority)
         rows = indices.detach().cpu().numpy()
         firsts = rows[:, 0]
         if not values.ndim or values.size == len(rows):
@@ -229,3 +230,19 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         """Refuse priorities and trajectories of other rows than the valid ones."""
         super().verify(rows)
         self._slicer.verify(rows, type(self).__name__)
+
+
+def _values(priority: Any) -> Float64Array:
+    """Priorities of a caller as float64.
+
+    Raises:
+        TypeError: they are no real numbers.
+    """
+    try:
+        found = torch.as_tensor(priority, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"priority: expected numbers, found {shown(priority)}") from error
+    if found.is_complex() or found.dtype is torch.bool:
+        raise TypeError(f"priority: expected real numbers, found {found.dtype}")
+    values: Float64Array = found.to(torch.float64).numpy()
+    return values

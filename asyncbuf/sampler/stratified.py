@@ -62,7 +62,10 @@ class StratifiedSampler(Sampler):
         self.columns: tuple[str, ...] = (class_key,)
         self._when_empty = when_empty
         self._shares = None if shares is None else _by_class(shares)
-        self._take_over(ClassRows(0))
+        self._take_over(self._none(0))
+
+    def _none(self, capacity: int) -> ClassRows:
+        return ClassRows(capacity, self._shares or ())
 
     def _take_over(self, rows: ClassRows) -> None:
         self._rows = rows
@@ -90,8 +93,7 @@ class StratifiedSampler(Sampler):
     def wrote(self, event: WriteEvent) -> None:
         """Note the classes of new rows."""
         if not self._rows.capacity:
-            rows = ClassRows(event.table.capacity)
-            self._take_over(rows)
+            self._take_over(self._none(event.table.capacity))
         written = event.rows.numpy()
         self._rows.discard(written)
         if len(written):
@@ -114,8 +116,11 @@ class StratifiedSampler(Sampler):
             return
         if len(self._ahead) < len(rows.values):
             self._ahead = np.append(self._ahead, np.zeros(len(rows.values) - len(self._ahead)))
+        self._ahead[rows.fresh] = 0.0  # a class that has come, or has come back, is owed nothing
+        rows.fresh.clear()
         found = []
-        for value, slot in sorted((value, slot) for slot, value in enumerate(rows.values)):
+        for slot in rows.slots:
+            value = rows.values[slot]
             share = 1.0 if shares is None else shares.get(value, 0.0)
             if share and rows.sizes[slot]:
                 found.append((value, slot, share))
@@ -159,7 +164,7 @@ class StratifiedSampler(Sampler):
         """The rows of each class by position, and what is owed to each."""
         self._look()
         rows = self._rows
-        order = sorted(range(len(rows.values)), key=rows.values.__getitem__)
+        order = rows.slots
         parts = [rows.rows(slot) for slot in order]
         return {
             "shares": self._plain_shares,
@@ -194,13 +199,14 @@ class StratifiedSampler(Sampler):
         is_sound = bool((np.diff(classes) > 0).all() and (sizes >= 0).all() and sizes.sum() == len(stored))
         if not is_sound or not are_distinct(stored, capacity) or not bool((owed.abs() <= 1.0 + 1e-6).all()):
             raise CheckpointCorruptError(f"{name}: expected different rows, class by class, found others")
-        rows = ClassRows(capacity)
-        for value in classes.tolist():
-            rows.slot(value)
+        rows = self._none(capacity)
+        is_there = (sizes > 0) | np.isin(classes, list(self._shares or ()))
+        slots = [rows.slot(value) for value in classes[is_there].tolist()]
         if len(stored):
             rows.add(stored, np.repeat(classes, sizes))
         self._take_over(rows)
-        self._ahead[: len(owed)] = owed.detach().cpu().numpy()
+        self._look()
+        self._ahead[slots] = owed.detach().cpu().numpy()[is_there]
 
     def verify(self, rows: Rows) -> None:
         """Refuse classes of other rows than the valid ones."""
