@@ -112,9 +112,10 @@ def row_numbers(indices: Any, capacity: int, name: str) -> Int64Array:
         raise TypeError(f"{name}: expected integers, found {where.dtype} (mask.nonzero() has the rows of a mask)")
     if where.dtype.is_floating_point or where.dtype.is_complex:
         raise TypeError(f"{name}: expected integers, found {where.dtype}")
-    if int(where.min()) < 0 or int(where.max()) >= capacity:
-        raise IndexError(f"{name}: expected rows 0 to {capacity - 1}, found {int(where.min())} to {int(where.max())}")
-    return where.to(torch.int64).numpy()
+    rows: Int64Array = where.to(torch.int64).numpy()
+    if rows.min() < 0 or rows.max() >= capacity:
+        raise IndexError(f"{name}: expected rows 0 to {capacity - 1}, found {rows.min()} to {rows.max()}")
+    return rows
 
 
 def _tensor(value: Any, name: str, expected: str) -> torch.Tensor:
@@ -143,8 +144,9 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
     if value.numel() != count:
         whose = "row of the batch" if is_batch else "index"
         raise ValueError(f"priority: expected {count} values, one per {whose}, found {value.numel()}")
-    if not torch.isfinite(value).all():
-        raise ValueError("priority: expected finite values, found nan or infinity")
     if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
         value = value.to(torch.float32)
-    return value.reshape(-1)
+    value = value.reshape(-1)
+    if not np.isfinite(value.numpy()).all():
+        raise ValueError("priority: expected finite values, found nan or infinity")
+    return value

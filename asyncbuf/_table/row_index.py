@@ -51,6 +51,8 @@ class RowIndex(ValidIndex):
 
     def contains(self, rows: Int64Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which rows are valid: bool, in the shape of ``rows``."""
+        if self.sparse is None:
+            return (rows >= 0) & (rows < self.size)
         return self.rows(0).contains(torch.from_numpy(rows)).numpy()
 
     def numbers(self, rows: Int64Array) -> Int64Array:

@@ -120,8 +120,12 @@ class Table:
 
     def replaced(self, rows: Int64Array, write_count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which rows were removed or got another item since so many items had been written: bool ``[rows]``."""
-        gone = ~self._index.contains(rows)
-        gone[~gone] = self._index.numbers(rows[~gone]) >= write_count
+        is_there = self._index.contains(rows)
+        if is_there.all():
+            replaced: np.ndarray[Any, np.dtype[np.bool_]] = self._index.numbers(rows) >= write_count
+            return replaced
+        gone = ~is_there
+        gone[is_there] = self._index.numbers(rows[is_there]) >= write_count
         return gone
 
     def missing(self, draw: Draw) -> int:
@@ -380,9 +384,10 @@ class Table:
         value = checks.priorities(priority, len(rows), is_batch=is_batch)
         if len(rows):
             # Of rows whose draw is not known, only those without an item can be left out.
-            fresh = ~self.replaced(rows, self.write_count if write_count is None else write_count)
-            self.stale_priorities += len(rows) - int(np.count_nonzero(fresh))
-            rows, value = rows[fresh], value[torch.from_numpy(fresh)]
+            stale = self.replaced(rows, self.write_count if write_count is None else write_count)
+            if count := int(np.count_nonzero(stale)):
+                self.stale_priorities += count
+                rows, value = rows[~stale], value[torch.from_numpy(~stale)]
         if len(rows):
             self.sampler.update_priority(torch.from_numpy(rows), value, self.rows)
             self.changed()

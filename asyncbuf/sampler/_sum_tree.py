@@ -1,4 +1,4 @@
-"""Trees of float64 weights: their sum, to draw from, and the least of them.
+"""A tree of float64 weights: their sum, to draw from, and the least of them.
 
 Each node has sixteen children, and each level is one array, so that a few calls serve a whole batch. The top level
 has up to 4,096 nodes and is searched as it is: a million weights take two levels below it.
@@ -18,8 +18,6 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asyncbuf.rows import Float64Array, Int64Array
 
 _BITS = 4
@@ -27,36 +25,39 @@ _CHILDREN = 1 << _BITS
 _TOP = 4096
 # How many changes are kept until the nodes above are computed, if nobody asks before.
 _MOST_PENDING = 256
+# Weights of which the least is known together.
+_BLOCK_BITS = 10
+_BLOCK = 1 << _BLOCK_BITS
 
 
-class _Tree:
-    """Weights, and what a ufunc makes of them level by level. Nodes are computed when they are needed.
+class SumTree:
+    """Weights to draw from, each in proportion. Sums are computed when they are needed.
 
     Args:
-        capacity: number of weights.
-        join: makes one value of sixteen children, row by row: ``join(tensor, 1)`` of float64 ``[n, 16]``.
-        empty: the weight of a row that has none, which changes nothing.
+        capacity: number of weights; all are 0 at first.
+        knows_least: whether the least positive weight is asked for.
     """
 
-    def __init__(self, capacity: int, join: Callable[[torch.Tensor, int], torch.Tensor], empty: float) -> None:
-        self._join_rows = join
-        self._empty = empty
+    def __init__(self, capacity: int, *, knows_least: bool = False) -> None:
         self._capacity = capacity
+        self._knows_least = knows_least
         self.clear()
 
     def clear(self) -> None:
-        """Make every weight empty."""
+        """Make every weight 0."""
         size = max(1, self._capacity)
         self._levels: list[Float64Array] = []
         while True:
             self._tops = size  # those of the top level that have children
             size = -(-size // _CHILDREN) * _CHILDREN
-            self._levels.append(np.full(size, self._empty))
+            self._levels.append(np.zeros(size))
             if size <= _TOP:
                 break
             size >>= _BITS
         self._changed: list[Int64Array] = []
         self._is_top_stale = True
+        self._running = torch.zeros(len(self._levels[-1]), dtype=torch.float64, device="cpu")
+        self._minima = BlockMinima(self._levels[0]) if self._knows_least else None
 
     @property
     def weights(self) -> Float64Array:
@@ -70,7 +71,13 @@ class _Tree:
             rows: int64 ``[n]``.
             weights: float64 ``[n]``, or one for all.
         """
-        self._levels[0][rows] = weights
+        leaves = self._levels[0]
+        if self._minima is None:
+            leaves[rows] = weights
+        else:
+            before = leaves.take(rows)
+            leaves[rows] = weights
+            self._minima.changed(rows, before, leaves.take(rows))
         self._changed.append(rows)
         if len(self._changed) > _MOST_PENDING:
             self._update()
@@ -85,33 +92,18 @@ class _Tree:
         for below, level in zip(self._levels, self._levels[1:], strict=False):
             families = below.reshape(-1, _CHILDREN)
             if len(nodes) * 4 >= len(families):
-                level[: len(families)] = self._join(families)
+                level[: len(families)] = _sums(families)
                 nodes = np.arange(len(families)) if len(nodes) * 64 >= len(families) else nodes >> _BITS
             else:
                 # Where several rows have one node, each computes the same: to find that out takes longer.
                 nodes = nodes >> _BITS
-                level[nodes] = self._join(families.take(nodes, axis=0))
+                level[nodes] = _sums(families.take(nodes, axis=0))
 
-    def _join(self, families: Float64Array) -> Float64Array:
-        """One value for the children of each node: float64 ``[n, 16]`` to ``[n]``."""
-        joined: Float64Array = self._join_rows(torch.from_numpy(families), 1).numpy()
-        return joined
-
-
-class SumTree(_Tree):
-    """Weights to draw from, each in proportion.
-
-    Args:
-        capacity: number of weights; all are 0 at first.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, torch.sum, 0.0)
-
-    def clear(self) -> None:
-        """Make every weight 0."""
-        super().clear()
-        self._running = torch.zeros(len(self._levels[-1]), dtype=torch.float64, device="cpu")
+    @property
+    def least(self) -> float:
+        """The least weight that is not 0; infinite if there is none. Only with ``knows_least``."""
+        assert self._minima is not None
+        return self._minima.least
 
     @property
     def total(self) -> float:
@@ -167,22 +159,48 @@ class SumTree(_Tree):
         return int(full[min(int(full.searchsorted(row)), len(full) - 1)])
 
 
-class MinTree(_Tree):
-    """Weights of which the least is known.
+class BlockMinima:
+    """The least positive of some weights, block by block.
+
+    A block knows a number that none of its weights is below, and whether that is the least of them. It is looked
+    through only when it stands in front of all others: a change costs a few calls, and the least weight is seldom one
+    that changes.
 
     Args:
-        capacity: number of weights; all are infinite at first.
+        weights: float64 ``[n]``, which others change.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._found = np.inf
-        super().__init__(capacity, torch.amin, np.inf)
+    def __init__(self, weights: Float64Array) -> None:
+        self._weights = weights
+        blocks = -(-len(weights) // _BLOCK)
+        self._minima: Float64Array = np.full(blocks, np.inf)
+        self._is_stale = np.zeros(blocks, np.bool_)
+
+    def changed(self, rows: Int64Array, before: Float64Array, after: Float64Array) -> None:
+        """Weights have changed: float64 ``[rows]`` each; of a row that is named twice, the last."""
+        blocks = rows >> _BLOCK_BITS
+        known = self._minima.take(blocks)
+        was_least = (before <= known) & (before > 0)
+        if was_least.any():
+            self._is_stale[blocks[was_least]] = True
+        is_less = (after < known) & (after > 0)
+        if is_less.any():
+            np.minimum.at(self._minima, blocks[is_less], after[is_less])
 
     @property
     def least(self) -> float:
-        """The least weight; infinite if there is none."""
-        self._update()
-        if self._is_top_stale:
-            self._found = float(self._levels[-1].min())
-            self._is_top_stale = False
-        return self._found
+        """The least positive weight; infinite if there is none."""
+        minima, is_stale = self._minima, self._is_stale
+        while True:
+            block = int(minima.argmin())
+            if not is_stale[block]:
+                return float(minima[block])
+            weights = self._weights[block << _BLOCK_BITS : (block + 1) << _BLOCK_BITS]
+            minima[block] = weights.min(where=weights > 0, initial=np.inf)
+            is_stale[block] = False
+
+
+def _sums(families: Float64Array) -> Float64Array:
+    """The sum of the children of each node: float64 ``[n, 16]`` to ``[n]``."""
+    sums: Float64Array = torch.sum(torch.from_numpy(families), 1).numpy()
+    return sums

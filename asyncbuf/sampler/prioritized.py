@@ -14,7 +14,7 @@ from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler._proportional import NO_ITEM, ProportionalSampler
 from asyncbuf.sampler._reduction import REDUCTIONS, reduced
-from asyncbuf.sampler._sum_tree import MinTree
+from asyncbuf.sampler._sum_tree import SumTree
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Float64Array, Int64Array, Rows, WriteEvent
@@ -79,7 +79,6 @@ class PrioritizedSampler(ProportionalSampler):
         self._largest = 1.0
         self._exponent = self._fitting(self.alpha, self._largest)
         _ = self.beta  # a function may be a wrong one
-        self._least = MinTree(0)
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -158,12 +157,10 @@ class PrioritizedSampler(ProportionalSampler):
     def removed(self, indices: torch.Tensor, rows: Rows) -> None:
         """Rows without an item are not drawn."""
         super().removed(indices, rows)
-        self._least.set(indices.numpy(), np.inf)
 
     def clear(self) -> None:
         """Forget all rows, and go on with the largest priority so far."""
         super().clear()
-        self._least.clear()
 
     def update_priority(self, indices: torch.Tensor, priority: torch.Tensor, rows: Rows) -> None:
         """Give rows new priorities, which are not negative.
@@ -177,9 +174,7 @@ class PrioritizedSampler(ProportionalSampler):
 
     def _set(self, rows: Int64Array, priorities: Float64Array | float) -> None:
         self._priorities[rows] = priorities
-        weights = self._weights(priorities)
-        self._sums.set(rows, weights)
-        self._least.set(rows, weights)
+        self._sums.set(rows, self._weights(priorities))
 
     def _weights(self, priorities: Float64Array | float) -> Any:
         """Chances before they are divided by their sum."""
@@ -187,13 +182,12 @@ class PrioritizedSampler(ProportionalSampler):
 
     def _allocate(self, capacity: int) -> None:
         super()._allocate(capacity)
-        self._least = MinTree(capacity)
+        self._sums = SumTree(capacity, knows_least=True)
 
     def _weigh(self) -> None:
         """Compute every weight from its priority."""
         rows = np.flatnonzero(self._priorities != NO_ITEM)
         self._sums.clear()
-        self._least.clear()
         if len(rows):
             self._set(rows, self._priorities[rows])
 
@@ -214,7 +208,7 @@ class PrioritizedSampler(ProportionalSampler):
         places = torch.rand(count, dtype=torch.float64, generator=generator, device=generator.device)
         found = self._sums.find(places.cpu().numpy() * self._sums.total)
         # n and the sum of all weights are the same for the row with the largest correction, and cancel out.
-        ratios = self._least.least / self._sums.weights.take(found)
+        ratios = self._sums.least / self._sums.weights.take(found)
         return found, torch.from_numpy(np.power(ratios, beta).astype(np.float32))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -136,12 +136,10 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         added, discarded = starts.noted()
         if len(discarded):
             self._sums.set(discarded, 0.0)
-            self._least.set(discarded, np.inf)
             added = added[starts.holds(added)]  # some may have been discarded later in the same write
         if len(added):
             weights = self._weights(self._priorities.take(added))
             self._sums.set(added, weights)
-            self._least.set(added, weights)
 
     def _set(self, rows: Int64Array, priorities: Float64Array | float) -> None:
         """Keep priorities, and weigh those rows at which slices begin."""

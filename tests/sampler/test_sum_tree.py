@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncbuf.sampler import _sum_tree
-from asyncbuf.sampler._sum_tree import MinTree, SumTree
+from asyncbuf.sampler._sum_tree import SumTree
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Float64Array
@@ -85,20 +85,17 @@ def test_found_rows_are_in_the_order_of_the_values() -> None:
 def test_a_tree_depends_on_its_weights_and_not_on_how_they_came(together: int) -> None:
     capacity = 20_000
     rng = np.random.default_rng(3)
-    tree, least = SumTree(capacity), MinTree(capacity)
-    weights, minima = np.zeros(capacity), np.full(capacity, np.inf)
+    tree, weights = SumTree(capacity, knows_least=True), np.zeros(capacity)
     for _ in range(40):
         rows, values = rng.integers(0, capacity, together), rng.random(together)
         tree.set(rows, values)
-        least.set(rows, values)
-        weights[rows], minima[rows] = values, values
+        weights[rows] = values
         if rng.random() < 0.5:
-            assert least.least == minima.min()
+            assert tree.least == weights[weights > 0].min()
             assert tree.total > 0
-    fresh, fresh_least = SumTree(capacity), MinTree(capacity)
+    fresh = SumTree(capacity, knows_least=True)
     fresh.set(np.arange(capacity), weights)
-    fresh_least.set(np.arange(capacity), minima)
-    assert (tree.total, least.least) == (fresh.total, fresh_least.least)
+    assert (tree.total, tree.least) == (fresh.total, fresh.least)
     for one, other in zip(tree._levels, fresh._levels, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(tree._running, fresh._running)
@@ -137,3 +134,24 @@ def test_no_error_builds_up(updates: int) -> None:
     tree.set(np.array([77]), 1e-8)
     assert tree.total == 1e-8  # nothing is left of the large weights
     assert tree.find(np.array([0.0, 0.99e-8])).tolist() == [77, 77]
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 1024, 1025, 5000])
+@pytest.mark.parametrize("kinds", [2, 1_000_000])
+def test_the_least_weight_is_known(capacity: int, kinds: int) -> None:
+    rng = np.random.default_rng(capacity)
+    tree, weights = SumTree(capacity, knows_least=True), np.zeros(capacity)
+    assert tree.least == np.inf
+    for step in range(400):
+        count = int(rng.choice([1, 2, capacity // 3 + 1]))
+        rows, values = rng.integers(0, capacity, count), rng.integers(0, kinds, count) / kinds
+        if step % 3 == 0:
+            lowest = np.flatnonzero(weights == weights[weights > 0].min(initial=np.inf))
+            if len(lowest):
+                rows[0], values[0] = lowest[0], rng.random() * rng.integers(0, 2)
+        tree.set(rows, values)
+        weights[rows] = values
+        if rng.random() < 0.7:
+            assert tree.least == weights[weights > 0].min(initial=np.inf)
+    tree.clear()
+    assert tree.least == np.inf
