@@ -140,6 +140,7 @@ async def train(seed: int, steps: int, episodes: int) -> tuple[nn.Module, int]:
     torch.manual_seed(seed)
     learner, updates = Learner(), max(1, (steps - WARMUP) // STEPS_PER_UPDATE)
     best, best_return, good = copy.deepcopy(learner.target), 0.0, 0
+    update = 0
     paces = asyncio.Semaphore(STEPS_PER_UPDATE)
     buffer = make_buffer(seed, updates)
     async with buffer, asyncio.TaskGroup() as tasks:

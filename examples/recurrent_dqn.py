@@ -55,9 +55,9 @@ class Network(nn.Module):
     def forward(self, obs: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Values, and the state after the last step, `[1, batch, 64]`."""
         obs = obs / torch.tensor([2.4, 0.21])  # the reach of each number
-        remembered, state = self.memory(obs, state)
+        remembered, after = self.memory(obs, state)
         found = torch.cat([torch.relu(self.first(obs)), remembered], -1)
-        return self.last(torch.relu(self.hidden(found))), state
+        return self.last(torch.relu(self.hidden(found))), after
 
 
 class Learner:
@@ -163,6 +163,7 @@ async def train(seed: int, steps: int, episodes: int) -> tuple[Network, int]:
     torch.manual_seed(seed)
     learner, updates = Learner(), max(1, (steps - WARMUP) // STEPS_PER_UPDATE)
     best, best_return, good = copy.deepcopy(learner.target), 0.0, 0
+    update = 0
     paces = asyncio.Semaphore(STEPS_PER_UPDATE)
     buffer = make_buffer(seed)
     async with buffer, asyncio.TaskGroup() as tasks:

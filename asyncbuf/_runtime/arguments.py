@@ -198,7 +198,9 @@ def field_paths(value: Any, name: str, *, example: str) -> tuple[str, ...]:
     Raises:
         TypeError: it is something else.
     """
-    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
+    found: tuple[Any, ...] = (value,) if isinstance(value, str) else (None,)
+    if isinstance(value, list | tuple):
+        found = tuple(value)
     if not all(isinstance(path, str) and path for path in found):
         raise TypeError(f"{name}: expected the path of a field such as {example!r}, or several, found {shown(value)}")
     return found

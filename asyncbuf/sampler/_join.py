@@ -182,8 +182,15 @@ class Column:
         capacity, values = state["capacity"], state["values"]
         if values is None and capacity == 0:
             return None
-        is_column = isinstance(values, torch.Tensor) and values.layout is torch.strided and values.device.type == "cpu"
-        if not is_column or type(capacity) is not int or not values.ndim or not len(values) <= capacity < 2**48:
+        is_plain = isinstance(values, torch.Tensor) and values.layout is torch.strided and values.device.type == "cpu"
+        is_room = type(capacity) is int and capacity < 2**48
+        if (
+            not isinstance(values, torch.Tensor)
+            or not is_plain
+            or not values.ndim
+            or not is_room
+            or len(values) > capacity
+        ):
             raise CheckpointCorruptError(f"{name}: expected a tensor of values of {self.path}, found something else")
         try:
             saved: np.ndarray[Any, Any] = values.detach().numpy()

@@ -110,14 +110,15 @@ def split(data: Any, fractions: Sequence[float], *, shuffle: bool = True, seed: 
     return [Subset(data, np.sort(part)) for part in parts]
 
 
-def _sizes(length: int, fractions: Any) -> list[int]:
+def _sizes(length: int, given: Any) -> list[int]:
     """How many items each part has: the method of the largest remainder."""
-    is_list = isinstance(fractions, Sequence) and not isinstance(fractions, str | bytes) and len(fractions) > 0
-    if not is_list or any(isinstance(share, bool) or not isinstance(share, int | float) for share in fractions):
-        raise TypeError(f"fractions: expected a list of numbers, such as [0.9, 0.1], found {shown(fractions)}")
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) > 0
+    if not is_list or any(isinstance(share, bool) or not isinstance(share, int | float) for share in given):
+        raise TypeError(f"fractions: expected a list of numbers, such as [0.9, 0.1], found {shown(given)}")
+    fractions: list[float] = list(given)
     if not all(share > 0 for share in fractions) or not math.isclose(sum(fractions), 1.0, abs_tol=1e-6):
-        raise ValueError(f"fractions: expected positive numbers whose sum is 1, found {shown(list(fractions))}")
-    exact = [share * length for share in fractions]
+        raise ValueError(f"fractions: expected positive numbers whose sum is 1, found {shown(fractions)}")
+    exact: list[float] = [share * length for share in fractions]
     sizes = [math.floor(size + 1e-9 * length) for size in exact]
     by_loss = sorted(range(len(sizes)), key=lambda part: sizes[part] - exact[part])
     for part in by_loss[: length - sum(sizes)]:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+_NO_OFFSETS = np.zeros(1, np.int64)
+
+
 class Layout(NamedTuple):
     """How batches look.
 
@@ -172,6 +175,7 @@ class RaggedMemory:
             places = arena.places.take(indices, 0, None, "clip")
             listed = places.tolist()
             batch.lengths.append(torch.from_numpy(places[:, 2].copy()))
+            longest, offsets = 0, _NO_OFFSETS
             if self._is_padded:
                 longest = max([place[2] for place in listed], default=0)
                 lead: tuple[int, ...] = (len(listed), longest)

@@ -167,8 +167,8 @@ def _converted(array: Array, dtype: torch.dtype, path: str) -> Array:
         is_exact = not (dtype.is_floating_point or dtype.is_complex)
         back = tensor.numpy() if is_exact else tensor.to(torch.complex128).numpy()
         fits = np.array_equal(back, array) if is_exact else np.array_equal(np.isfinite(back), np.isfinite(array))
+        if fits:
+            return as_bits(tensor, path)[0]
     except (RuntimeError, TypeError, OverflowError):
-        fits = False
-    if not fits:
-        raise SchemaError(f"{path}: expected numbers that fit {dtype}, found larger ones")
-    return as_bits(tensor, path)[0]
+        pass  # as where they do not fit
+    raise SchemaError(f"{path}: expected numbers that fit {dtype}, found larger ones")

@@ -418,7 +418,7 @@ def _paths(paths: Any, name: str) -> tuple[str, ...]:
 
 
 def _pads_of(pad_value: Any, paths: Sequence[str]) -> dict[str, float]:
-    values = dict(pad_value) if isinstance(pad_value, Mapping) else dict.fromkeys(paths, pad_value)
+    values: dict[str, Any] = dict(pad_value) if isinstance(pad_value, Mapping) else dict.fromkeys(paths, pad_value)
     for path, value in values.items():
         if path not in paths:
             raise ValueError(f"pad_value: expected paths among {list(paths)}, found {shown(path)}")
