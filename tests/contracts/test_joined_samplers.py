@@ -21,6 +21,7 @@ from asyncbuf import (
 from asyncbuf.testing import check_sampler
 from tests.contracts.test_slice_samplers import items as slice_items
 from tests.contracts.test_slice_samplers import many
+from tests.helpers import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,14 +68,14 @@ def separate_items(count: int, start: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.loops_in_turn
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", some(JOINED, fast=("frames", "both", "episode")))
 @many
 async def test_samplers_with_joins_pass(many: dict[str, Any], name: str) -> None:
     await check_sampler(JOINED[name], items=items, capacity=40, batch_size=6, other_batch_sizes=(3, 4, 9, 18), **many)
 
 
 @pytest.mark.loops_in_turn
-@pytest.mark.parametrize("name", ["both", "future"])
+@pytest.mark.parametrize("name", some(["both", "future"], fast=["future"]))
 async def test_items_of_another_storage(name: str) -> None:
     await check_sampler(
         JOINED[name],

@@ -23,6 +23,7 @@ from asyncbuf import (
 from asyncbuf.testing import check_sampler
 from tests.contracts.broken_samplers import WeightSampler
 from tests.contracts.test_slice_samplers import items
+from tests.helpers import some
 from tests.tables import two_tables
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ many = pytest.mark.parametrize(
 
 
 @pytest.mark.loops_in_turn
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", some(MIXTURES, fast=("random-order", "passes", "weighted-others", "consuming")))
 @many
 async def test_mixtures_pass(many: dict[str, Any], name: str) -> None:
     await check_sampler(MIXTURES[name], make_writer=partial(two_tables, 24), capacity=24, **many)

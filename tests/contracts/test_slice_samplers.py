@@ -16,6 +16,7 @@ from asyncbuf import (
     TrajectorySampler,
 )
 from asyncbuf.testing import check_sampler
+from tests.helpers import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,7 @@ SLICES: dict[str, Callable[[], Sampler]] = {
         num_slices=2, trajectory_key="env", strict_length=False, priority_key="value"
     ),
 }
+FAST = ("in-turns", "by-trajectory", "passes-drop", "passes-order", "prioritized-short")
 TRAJECTORIES: dict[str, Callable[[], Sampler]] = {
     "padded": lambda: TrajectorySampler(6, end_key="done", trajectory_key="env"),
     "packed": lambda: TrajectorySampler(6, end_key=("done",), padded=False),
@@ -63,7 +65,7 @@ def separate_items(count: int, start: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.loops_in_turn
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("name", some(SLICES, fast=FAST))
 @many
 async def test_samplers_of_slices_pass(many: dict[str, Any], name: str) -> None:
     await check_sampler(SLICES[name], items=items, capacity=40, batch_size=6, other_batch_sizes=(3, 4, 9, 18), **many)
