@@ -28,6 +28,13 @@ SHOWN = {
     "CheckpointWriter",  # likewise
     "Transfer",  # SaveProgress has its numbers
     "_Mark",  # an attribute of Freeze that the buffer looks at
+    "FromDataset",  # a base class of ReplayBuffer; its methods are those of the buffer
+    "ProportionalSampler",  # the base class of PrioritizedSampler and WeightedSampler
+    "_FixedStorage",  # the base class of ColumnStorage and DatasetStorage
+    "_Scattered",  # the base class of ScatteredRows and ScatteredItems
+    "Join",  # the base class of NStep, FrameStack and Hindsight, which JoinedSampler takes
+    *("JoinedRows", "Links", "Spans", "Episodes", "Cut", "Joined", "Pieces"),  # what JoinedSampler tells them
+    *("ItemKeys", "Writes"),  # what ReplayBuffer.adder makes an NStepAdder of
 }
 
 pytestmark = [
