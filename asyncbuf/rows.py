@@ -371,14 +371,14 @@ class WriteEvent:
 
         Of the table that each of them has, ``write_count`` is that of the part; the rest is as after the last one.
         """
-        placement = self._placement
-        note = placement.note
-        outer = _parts(placement, count)
-        inner = _parts(note.placement, count) if isinstance(note, InTable) else None
-        for number, part in enumerate(outer):
+        note = self._placement.note
+        parts = _parts(self._placement, count)
+        if isinstance(note, InTable):
+            within = _parts(note.placement, count)
+            pairs = zip(parts, within, strict=True)
+            parts = (part._replace(note=InTable(note.table, inner)) for part, inner in pairs)
+        for number, part in enumerate(parts):
             start = number * count
-            if isinstance(note, InTable) and inner is not None:
-                part = part._replace(note=InTable(note.table, next(inner)))
             offered = {path: column[start : start + count] for path, column in self._offered.items()}
             priority = None if self._priority is None else self._priority[start : start + count]
             table = self.table._replace(write_count=self._first + start + part.offered)

@@ -215,3 +215,18 @@ def field_path(value: Any, name: str, *, example: str) -> str:
     if not isinstance(value, str) or not value:
         raise TypeError(f"{name}: expected the path of a field such as {example!r}, found {shown(value)}")
     return value
+
+
+def fraction(value: Any, name: str, *, example: float) -> float:
+    """Check an argument that is a number from 0 to 1.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is another one.
+    """
+    message = f"{name}: expected a number from 0 to 1, such as {example}, found {shown(value)}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(message)
+    if not 0 <= value <= 1:
+        raise ValueError(message)
+    return float(value)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncbuf._runtime.arguments import field_path, field_paths, shown
+from asyncbuf._runtime.arguments import field_path, field_paths, fraction, shown
 from asyncbuf.errors import SchemaError
 from asyncbuf.sampler._join import Join, JoinedRows, put, taken
 from asyncbuf.sampler.frame_stack import FrameStack
@@ -73,13 +73,9 @@ class Hindsight(Join):
             raise TypeError(f"reward_fn: expected a function of achieved and wanted goals, found {shown(reward_fn)}")
         if strategy not in _STRATEGIES:
             raise ValueError(f"strategy: expected one of {list(_STRATEGIES)}, found {shown(strategy)}")
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise TypeError(f"share: expected a number from 0 to 1, such as 0.8, found {shown(share)}")
-        if not 0 <= share <= 1:
-            raise ValueError(f"share: expected a number from 0 to 1, such as 0.8, found {shown(share)}")
         self._reward_fn = reward_fn
         self._strategy = strategy
-        self._share = share
+        self._share = fraction(share, "share", example=0.8)
         self._goal_keys = field_paths(goal_key, "goal_key", example="obs/desired_goal")
         self._achieved_key = field_path(achieved_key, "achieved_key", example="next_obs/achieved_goal")
         self._reward_key = field_path(reward_key, "reward_key", example="reward")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields
-from asyncbuf._runtime.arguments import count, field_path, field_paths, shown
+from asyncbuf._runtime.arguments import count, field_path, field_paths, fraction
 from asyncbuf.sampler._join import Column, Join, JoinedRows, put, taken
 from asyncbuf.sampler._spans import steps_on
 
@@ -69,7 +69,7 @@ class NStep(Join):
         keys: str | Sequence[str] = (),
     ) -> None:
         self.n: int = count(n, "n", 1, example=3)
-        self._gamma = discount(gamma)
+        self._gamma = fraction(gamma, "gamma", example=0.99)
         self._reward = Column(field_path(reward_key, "reward_key", example="reward"))
         ends = None if terminated_key is None else field_path(terminated_key, "terminated_key", example="terminated")
         self._terminated = None if ends is None else Column(ends)
@@ -183,17 +183,3 @@ class NStep(Join):
         kind = taken(data, self._reward.path).dtype
         put(data, self._reward.path, returns.to(kind if kind.is_floating_point else returns.dtype, copy=True))
         return data
-
-
-def discount(gamma: Any) -> float:
-    """Check the discount of one step.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not from 0 to 1.
-    """
-    if isinstance(gamma, bool) or not isinstance(gamma, int | float):
-        raise TypeError(f"gamma: expected a number from 0 to 1, such as 0.99, found {shown(gamma)}")
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma: expected a number from 0 to 1, such as 0.99, found {shown(gamma)}")
-    return float(gamma)

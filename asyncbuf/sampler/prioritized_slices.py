@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields
-from asyncbuf._runtime.arguments import shown
+from asyncbuf._runtime.arguments import fraction, shown
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler._row_set import NotedRowSet
 from asyncbuf.sampler._slicer import Slicer
@@ -88,11 +88,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             burn_in=burn_in,
             make_starts=NotedRowSet,
         )
-        if isinstance(eta, bool) or not isinstance(eta, int | float):
-            raise TypeError(f"eta: expected a number, found {eta!r}")
-        if not 0 <= eta <= 1:
-            raise ValueError(f"eta: expected a number from 0 to 1, found {eta!r}")
-        self._eta = float(eta)
+        self._eta = fraction(eta, "eta", example=0.9)
         self.columns: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *self._slicer.columns)))
 
     def check(self, capacity: int, batch_size: int) -> None:
