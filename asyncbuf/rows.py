@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 # Up to so many runs, an object for each is quicker than arrays.

@@ -105,20 +105,24 @@ def row_numbers(indices: Any, capacity: int, name: str) -> Int64Array:
         TypeError: they are not integers.
         IndexError: one is not a row of the storage.
     """
-    where = _tensor(indices, name, "a batch, or rows as integers").reshape(-1)
+    where = _tensor(indices, name, "a batch, or rows as integers")
     if where.numel() == 0:
         return np.empty(0, np.int64)
-    if where.dtype is torch.bool:
-        raise TypeError(f"{name}: expected integers, found {where.dtype} (mask.nonzero() has the rows of a mask)")
-    if where.dtype.is_floating_point or where.dtype.is_complex:
-        raise TypeError(f"{name}: expected integers, found {where.dtype}")
-    rows: Int64Array = where.to(torch.int64).numpy()
-    if rows.min() < 0 or rows.max() >= capacity:
+    if where.dtype is not torch.int64:
+        if where.dtype is torch.bool:
+            raise TypeError(f"{name}: expected integers, found {where.dtype} (mask.nonzero() has the rows of a mask)")
+        if where.dtype.is_floating_point or where.dtype.is_complex:
+            raise TypeError(f"{name}: expected integers, found {where.dtype}")
+        where = where.to(torch.int64)
+    rows: Int64Array = where.numpy().reshape(-1)
+    if rows.view(np.uint64).max() >= capacity:  # a negative number is a large one
         raise IndexError(f"{name}: expected rows 0 to {capacity - 1}, found {rows.min()} to {rows.max()}")
     return rows
 
 
 def _tensor(value: Any, name: str, expected: str) -> torch.Tensor:
+    if type(value) is torch.Tensor and value.is_cpu and not value.requires_grad:
+        return value
     try:
         return torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -136,17 +140,19 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
         ValueError: they are more or fewer, or one is not finite.
     """
     value = _tensor(priority, "priority", "numbers")
-    if value.dtype is torch.bool or value.is_complex():
-        raise TypeError(f"priority: expected real numbers, found {value.dtype}")
-    fits_all = value.ndim == 0 if is_batch else value.numel() == 1
-    if fits_all and count != 1:
-        value = value.reshape(1).expand(count)
-    if value.numel() != count:
-        whose = "row of the batch" if is_batch else "index"
-        raise ValueError(f"priority: expected {count} values, one per {whose}, found {value.numel()}")
-    if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
-        value = value.to(torch.float32)
-    value = value.reshape(-1)
+    if value.dtype not in _NUMPY_FLOATS:
+        if value.dtype is torch.bool or value.is_complex():
+            raise TypeError(f"priority: expected real numbers, found {value.dtype}")
+        if value.is_floating_point():
+            value = value.to(torch.float32)
+    if value.shape != (count,):
+        fits_all = value.ndim == 0 if is_batch else value.numel() == 1
+        if fits_all and count != 1:
+            value = value.reshape(1).expand(count)
+        if value.numel() != count:
+            whose = "row of the batch" if is_batch else "index"
+            raise ValueError(f"priority: expected {count} values, one per {whose}, found {value.numel()}")
+        value = value.reshape(-1)
     if not np.isfinite(value.numpy()).all():
         raise ValueError("priority: expected finite values, found nan or infinity")
     return value

@@ -14,7 +14,7 @@ from asyncbuf.rows import SCATTERED
 from asyncbuf.sampler._valid_rows import SparseRows, ValidIndex
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Int64Array, Placement, Rows
+    from asyncbuf.rows import BoolArray, Int64Array, Placement, Rows
     from asyncbuf.writer import Writer
 
 
@@ -49,7 +49,7 @@ class RowIndex(ValidIndex):
             start = first + run.item
             numbers[run.row : run.row + run.count] = np.arange(start, start + run.count)
 
-    def contains(self, rows: Int64Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def contains(self, rows: Int64Array) -> BoolArray:
         """Which rows are valid: bool, in the shape of ``rows``."""
         if self.sparse is None:
             return (rows >= 0) & (rows < self.size)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from asyncbuf.batch import Draw
     from asyncbuf.limiter import Limiter
-    from asyncbuf.rows import Answer, Int64Array
+    from asyncbuf.rows import Answer, BoolArray, Int64Array
     from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Storage
     from asyncbuf.writer import Writer
@@ -118,14 +118,24 @@ class Table:
         self._rows = None
         self._open_for = _UNKNOWN
 
-    def replaced(self, rows: Int64Array, write_count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which rows were removed or got another item since so many items had been written: bool ``[rows]``."""
-        is_there = self._index.contains(rows)
-        if is_there.all():
-            replaced: np.ndarray[Any, np.dtype[np.bool_]] = self._index.numbers(rows) >= write_count
+    def replaced(self, rows: Int64Array, write_count: int) -> BoolArray:
+        """Which rows were removed or got another item since so many items had been written.
+
+        Args:
+            rows: rows of the storage: int64 ``[rows]``.
+            write_count: how many items.
+
+        Returns:
+            bool ``[rows]``.
+        """
+        index = self._index
+        if index.size == self._capacity or (is_there := index.contains(rows)).all():
+            if write_count == self.write_count:
+                return np.zeros(len(rows), np.bool_)
+            replaced: BoolArray = index.numbers(rows) >= write_count
             return replaced
         gone = ~is_there
-        gone[is_there] = self._index.numbers(rows[is_there]) >= write_count
+        gone[is_there] = index.numbers(rows[is_there]) >= write_count
         return gone
 
     def missing(self, draw: Draw) -> int:
@@ -385,8 +395,8 @@ class Table:
         if len(rows):
             # Of rows whose draw is not known, only those without an item can be left out.
             stale = self.replaced(rows, self.write_count if write_count is None else write_count)
-            if count := int(np.count_nonzero(stale)):
-                self.stale_priorities += count
+            if stale.any():
+                self.stale_priorities += int(np.count_nonzero(stale))
                 rows, value = rows[~stale], value[torch.from_numpy(~stale)]
         if len(rows):
             self.sampler.update_priority(torch.from_numpy(rows), value, self.rows)

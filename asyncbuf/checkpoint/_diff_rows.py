@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from asyncbuf._disk.view import StoredTensor
     from asyncbuf.checkpoint._looking import BufferLook, Part
+    from asyncbuf.rows import BoolArray, Int64Array
 
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 _MOST_ROWS = 1 << 16
 # More rows than bytes there can only be where a row has none, and nobody stores so many of those.

@@ -20,8 +20,8 @@ from asyncbuf.sampler._row_set import grown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncbuf.rows import Int64Array
-    from asyncbuf.sampler._row_set import BoolArray, RowArray
+    from asyncbuf.rows import BoolArray, Int64Array
+    from asyncbuf.sampler._row_set import RowArray
 
 # What is noted of a row.
 FIRST = np.uint8(1)  # its item begins a trajectory

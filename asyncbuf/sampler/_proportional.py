@@ -43,6 +43,11 @@ class ProportionalSampler(Sampler):
         self._priorities: Float64Array = np.empty(0)
         self._sums = SumTree(0)
 
+    @property
+    def _limit(self) -> float:
+        """What a caller hands in must be below that."""
+        return self.limit
+
     def _allocate(self, capacity: int) -> None:
         """Have room for so many rows, none of which has an item."""
         self._priorities = np.full(capacity, NO_ITEM)
@@ -83,12 +88,12 @@ class ProportionalSampler(Sampler):
         """Numbers of a caller as float64.
 
         Raises:
-            ValueError: one is negative, or not finite.
+            ValueError: one is negative, too large, or not finite.
         """
-        found = values.astype(np.float64)
-        if len(found) and not (found.min() >= 0 and found.max() < self.limit):
-            wrong = found[~((found >= 0) & (found < self.limit))]
-            most = "" if self.limit == np.inf else f" and below {self.limit}"
+        found, limit = values.astype(np.float64), self._limit
+        if len(found) and not (found.min() >= 0 and found.max() < limit):
+            wrong = found[~((found >= 0) & (found < limit))]
+            most = "" if limit == np.inf else f" and below {limit:.3g}"
             raise ValueError(f"{what}: expected finite numbers of at least 0{most}, found {wrong[:4].tolist()}")
         return found
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Int64Array
+    from asyncbuf.rows import BoolArray, Int64Array
 
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     RowArray = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -21,8 +21,7 @@ from asyncbuf.sampler._windows import Windows
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncbuf.rows import Answer, Int64Array, Rows, WriteEvent
-    from asyncbuf.sampler._row_set import BoolArray
+    from asyncbuf.rows import Answer, BoolArray, Int64Array, Rows, WriteEvent
 
 
 class Slicer:

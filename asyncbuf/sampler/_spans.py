@@ -9,9 +9,9 @@ import numpy as np
 from asyncbuf.sampler._row_set import grown, row_type
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Int64Array
+    from asyncbuf.rows import BoolArray, Int64Array
     from asyncbuf.sampler._episodes import Cut, Episodes, Joined, Pieces
-    from asyncbuf.sampler._row_set import BoolArray, RowArray
+    from asyncbuf.sampler._row_set import RowArray
 
 # Fewer steps are quicker one by one than with a guess.
 _FEW_STEPS = 12

@@ -12,13 +12,16 @@ A computed sum of weights that are not negative is therefore off by at most a re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Float64Array, Int64Array
+    from collections.abc import Callable
+
+    from asyncbuf.rows import BoolArray, Float64Array, Int64Array
 
 _BITS = 4
 _CHILDREN = 1 << _BITS
@@ -26,7 +29,7 @@ _TOP = 4096
 # How many changes are kept until the nodes above are computed, if nobody asks before.
 _MOST_PENDING = 256
 # Weights of which the least is known together.
-_BLOCK_BITS = 10
+_BLOCK_BITS = 12
 _BLOCK = 1 << _BLOCK_BITS
 
 
@@ -43,6 +46,9 @@ class SumTree:
         self._knows_least = knows_least
         self.clear()
 
+    def __reduce__(self) -> tuple[Callable[..., SumTree], tuple[int, bool, Float64Array]]:
+        return _rebuilt, (self._capacity, self._knows_least, self.weights.copy())
+
     def clear(self) -> None:
         """Make every weight 0."""
         size = max(1, self._capacity)
@@ -54,9 +60,16 @@ class SumTree:
             if size <= _TOP:
                 break
             size >>= _BITS
+        self._families = [level.reshape(-1, _CHILDREN) for level in self._levels[:-1]]
         self._changed: list[Int64Array] = []
         self._is_top_stale = True
-        self._running = torch.zeros(len(self._levels[-1]), dtype=torch.float64, device="cpu")
+        # The sums of all nodes of the top level before each of them, and at last that of all.
+        running = torch.zeros(len(self._levels[-1]) + 1, dtype=torch.float64, device="cpu")
+        self._starts: Float64Array = running.numpy()
+        self._ends = self._starts[1 : self._tops]
+        # Not by numpy, which takes three times as long.
+        self._run_up = functools.partial(torch.cumsum, torch.from_numpy(self._levels[-1]), 0, out=running[1:])
+        self._memory = _Memory.of(0)
         self._minima = BlockMinima(self._levels[0]) if self._knows_least else None
 
     @property
@@ -77,7 +90,7 @@ class SumTree:
         else:
             before = leaves.take(rows)
             leaves[rows] = weights
-            self._minima.changed(rows, before, leaves.take(rows))
+            self._minima.changed(rows, before)
         self._changed.append(rows)
         if len(self._changed) > _MOST_PENDING:
             self._update()
@@ -89,8 +102,7 @@ class SumTree:
         nodes = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
         self._changed = []
         self._is_top_stale = True
-        for below, level in zip(self._levels, self._levels[1:], strict=False):
-            families = below.reshape(-1, _CHILDREN)
+        for families, level in zip(self._families, self._levels[1:], strict=True):
             if len(nodes) * 4 >= len(families):
                 level[: len(families)] = _sums(families)
                 nodes = np.arange(len(families)) if len(nodes) * 64 >= len(families) else nodes >> _BITS
@@ -108,15 +120,16 @@ class SumTree:
     @property
     def total(self) -> float:
         """The sum of all weights."""
-        return float(self._sums()[-1])
+        self._sum_up()
+        return float(self._starts[-1])
 
-    def _sums(self) -> torch.Tensor:
-        """Running sums of the top level: float64 ``[nodes]``."""
-        self._update()
+    def _sum_up(self) -> None:
+        """Compute every node whose weights have changed, and the running sums of the top level."""
+        if self._changed:
+            self._update()
         if self._is_top_stale:
-            torch.cumsum(torch.from_numpy(self._levels[-1]), 0, out=self._running)
+            self._run_up()
             self._is_top_stale = False
-        return self._running
 
     def find(self, values: Float64Array) -> Int64Array:
         """The rows at some points of the running sum of all weights.
@@ -127,27 +140,30 @@ class SumTree:
         Returns:
             int64 ``[n]``. Never a row of weight 0.
         """
-        sums, top = self._sums().numpy(), self._levels[-1]
+        self._sum_up()
+        memory = self._memory
+        if len(memory.rest) != len(values):
+            memory = self._memory = _Memory.of(len(values))
+        rest, families, running, is_before, child, part = memory[:6]
         # In their order, which is quicker to search, and reads memory from one end to the other. Not by torch, which
         # would search with several threads.
         order = values.argsort()
-        values = values.take(order)
-        nodes: Int64Array = sums[: self._tops - 1].searchsorted(values, side="right")
-        rest = values - (sums.take(nodes) - top.take(nodes))
-        firsts = np.arange(0, len(values) * _CHILDREN, _CHILDREN)
-        for level in reversed(self._levels[:-1]):
-            families = level.reshape(-1, _CHILDREN).take(nodes, axis=0)
-            running = torch.cumsum(torch.from_numpy(families), 1).numpy()
-            before = running - families
-            running[:, -1] = np.inf
-            child = (running <= rest[:, None]).argmin(axis=1)
+        values.take(order, out=rest, mode="clip")
+        nodes: Int64Array = self._ends.searchsorted(rest, side="right")
+        rest -= self._starts.take(nodes, out=part, mode="clip")
+        for level in reversed(self._families):
+            level.take(nodes, axis=0, out=families, mode="clip")
+            memory.run_up()
+            np.less_equal(running, rest[:, None], out=is_before)
+            is_before[:, -1] = False
+            is_before.argmin(axis=1, out=child)
             nodes <<= _BITS
             nodes += child
-            child += firsts
-            rest -= before.take(child)
-        weights = self._levels[0].take(nodes)
-        if not weights.min(initial=np.inf) > 0:
-            for place in np.flatnonzero(weights <= 0):
+            child += memory.firsts
+            rest -= running.take(child, out=part, mode="clip")
+            rest += families.take(child, out=part, mode="clip")
+        if not self._levels[0].take(nodes).min(initial=np.inf) > 0:
+            for place in np.flatnonzero(self._levels[0].take(nodes) <= 0):
                 nodes[place] = self._nearest(int(nodes[place]))
         found = np.empty_like(nodes)
         found[order] = nodes
@@ -157,6 +173,35 @@ class SumTree:
         """The next row of positive weight, or else the last one: rounding has put a value just beside its row."""
         full = np.flatnonzero(self._levels[0] > 0)
         return int(full[min(int(full.searchsorted(row)), len(full) - 1)])
+
+
+class _Memory(NamedTuple):
+    """Where values are searched for: new memory for each step would take longer than the step itself."""
+
+    rest: Float64Array
+    families: Float64Array
+    running: Float64Array
+    is_before: BoolArray
+    child: Int64Array
+    part: Float64Array
+    firsts: Int64Array
+    run_up: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, count: int) -> _Memory:
+        """Memory for so many values."""
+        families = np.empty((count, _CHILDREN))
+        running = torch.empty(count, _CHILDREN, dtype=torch.float64, device="cpu")
+        return cls(
+            rest=np.empty(count),
+            families=families,
+            running=running.numpy(),
+            is_before=np.empty((count, _CHILDREN), np.bool_),
+            child=np.empty(count, np.int64),
+            part=np.empty(count),
+            firsts=np.arange(0, count * _CHILDREN, _CHILDREN),
+            run_up=functools.partial(torch.cumsum, torch.from_numpy(families), 1, out=running),
+        )
 
 
 class BlockMinima:
@@ -176,16 +221,16 @@ class BlockMinima:
         self._minima: Float64Array = np.full(blocks, np.inf)
         self._is_stale = np.zeros(blocks, np.bool_)
 
-    def changed(self, rows: Int64Array, before: Float64Array, after: Float64Array) -> None:
-        """Weights have changed: float64 ``[rows]`` each; of a row that is named twice, the last."""
-        blocks = rows >> _BLOCK_BITS
+    def changed(self, rows: Int64Array, before: Float64Array) -> None:
+        """Weights have changed, which were float64 ``[rows]`` before."""
+        blocks, now = rows >> _BLOCK_BITS, self._weights.take(rows)
         known = self._minima.take(blocks)
+        if not (np.minimum(before, now) <= known).any():
+            return
         was_least = (before <= known) & (before > 0)
-        if was_least.any():
-            self._is_stale[blocks[was_least]] = True
-        is_less = (after < known) & (after > 0)
-        if is_less.any():
-            np.minimum.at(self._minima, blocks[is_less], after[is_less])
+        self._is_stale[blocks[was_least]] = True
+        is_less = (now < known) & (now > 0)
+        np.minimum.at(self._minima, blocks[is_less], now[is_less])
 
     @property
     def least(self) -> float:
@@ -200,7 +245,14 @@ class BlockMinima:
             is_stale[block] = False
 
 
+def _rebuilt(capacity: int, knows_least: bool, weights: Float64Array) -> SumTree:
+    """A copy of a tree: its arrays share memory in ways that a copy of each would lose."""
+    tree = SumTree(capacity, knows_least=knows_least)
+    tree.set(np.flatnonzero(weights), weights[weights > 0])
+    return tree
+
+
 def _sums(families: Float64Array) -> Float64Array:
     """The sum of the children of each node: float64 ``[n, 16]`` to ``[n]``."""
-    sums: Float64Array = torch.sum(torch.from_numpy(families), 1).numpy()
+    sums: Float64Array = np.einsum("ij->i", families)
     return sums

@@ -15,9 +15,9 @@ from asyncbuf.errors import CheckpointCorruptError, SchemaError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from asyncbuf.rows import Int64Array, Rows, WriteEvent
+    from asyncbuf.rows import BoolArray, Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._episodes import Cut, Episodes, Joined, Pieces
-    from asyncbuf.sampler._row_set import BoolArray, RowSet
+    from asyncbuf.sampler._row_set import RowSet
 
 
 # So many items are written one by one in less time than together.

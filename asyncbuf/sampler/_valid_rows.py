@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -12,9 +12,7 @@ from asyncbuf.rows import SCATTERED, Rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncbuf.rows import Int64Array, Placement, RowRange
-
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+    from asyncbuf.rows import BoolArray, Int64Array, Placement, RowRange
 
 
 class SparseRows:

@@ -10,9 +10,9 @@ from asyncbuf.sampler._episodes import END, FIRST, MARK, follow
 from asyncbuf.sampler._row_set import grown, row_type
 
 if TYPE_CHECKING:
-    from asyncbuf.rows import Int64Array
+    from asyncbuf.rows import BoolArray, Int64Array
     from asyncbuf.sampler._episodes import Cut, Episodes, Joined, Pieces
-    from asyncbuf.sampler._row_set import BoolArray, RowArray, RowSet
+    from asyncbuf.sampler._row_set import RowArray, RowSet
 
 _UNKNOWN = -1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -117,20 +118,11 @@ class PrioritizedSampler(ProportionalSampler):
             )
         return alpha
 
-    def checked(self, values: np.ndarray[Any, Any], what: str) -> Float64Array:
-        """Priorities of a caller as float64.
-
-        Raises:
-            ValueError: one is negative, not finite, or so large that ``alpha`` makes it no number.
-        """
-        found = super().checked(values, what)
-        largest = float(found.max(initial=0.0))
-        if self._exponent and largest > 1.0 and self._exponent * math.log10(largest + self._eps) >= _MOST_DIGITS:
-            raise ValueError(
-                f"{what}: expected numbers below 1e{_MOST_DIGITS} to the power of alpha, {self._exponent:.3g}, found "
-                f"{largest:.3g}"
-            )
-        return found
+    @property
+    def _limit(self) -> float:
+        """A larger priority would be no number to the power of ``alpha``."""
+        digits = _MOST_DIGITS / self._exponent if self._exponent else math.inf
+        return 10.0**digits if digits < sys.float_info.max_10_exp else math.inf
 
     @property
     def largest_priority(self) -> float:
@@ -168,7 +160,10 @@ class PrioritizedSampler(ProportionalSampler):
         Raises:
             ValueError: one is negative.
         """
-        named, values = reduced(indices.numpy(), self.checked(priority.numpy(), "priority"), self._reduction)
+        named, values = indices.numpy(), self.checked(priority.numpy(), "priority")
+        self._priorities[named] = values
+        if self._reduction == "sum" or (self._priorities.take(named) != values).any():  # a row is named twice
+            named, values = reduced(named, values, self._reduction)
         self._largest = max(self._largest, float(values.max()))
         self._set(named, values)
 

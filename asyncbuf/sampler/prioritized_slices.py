@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import Answer, Float64Array, Int64Array, Rows, WriteEvent
-    from asyncbuf.sampler._row_set import BoolArray
+    from asyncbuf.rows import Answer, BoolArray, Float64Array, Int64Array, Rows, WriteEvent
 
 
 class PrioritizedSliceSampler(PrioritizedSampler):

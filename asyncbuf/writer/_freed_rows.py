@@ -14,14 +14,13 @@ import torch
 from asyncbuf._plain.integers import are_distinct
 from asyncbuf._plain.state import int64s
 from asyncbuf.errors import CheckpointCorruptError
-from asyncbuf.rows import Int64Array, Placement, RowRange, ScatteredRows, runs_of
+from asyncbuf.rows import BoolArray, Int64Array, Placement, RowRange, ScatteredRows, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf.rows import Rows
 
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     Live = Callable[[Int64Array, Int64Array], BoolArray]
 
 _LEAST_CHUNK, _MOST_CHUNK = 64, 1 << 16

@@ -6,14 +6,12 @@ The order is total, whatever values are equal: of two rows with one value, the o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Float64Array, Int64Array
-
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 _CHILDREN = 128
 _EACH_CHILD = np.arange(_CHILDREN)

@@ -98,7 +98,7 @@ def test_a_tree_depends_on_its_weights_and_not_on_how_they_came(together: int) -
     assert (tree.total, tree.least) == (fresh.total, fresh.least)
     for one, other in zip(tree._levels, fresh._levels, strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(tree._running, fresh._running)
+    np.testing.assert_array_equal(tree._starts, fresh._starts)
 
 
 def test_a_value_beside_its_row_goes_to_the_next_row_with_weight() -> None:
