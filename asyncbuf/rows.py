@@ -189,7 +189,7 @@ class Placement(NamedTuple):
     def rows(self) -> Int64Array:
         """The rows that are written, in the order of the kept items: int64 ``[kept]``."""
         # By numpy, whose calls for a few rows take half the time of torch's.
-        if isinstance(self.runs, SCATTERED):
+        if type(self.runs) is not tuple and isinstance(self.runs, SCATTERED):  # to ask for abstract classes takes long
             return self.runs.rows.copy()
         if len(self.runs) == 1:
             (run,) = self.runs

@@ -331,7 +331,7 @@ class Table:
         else:
             draw = shielded(self._checked_draw, batch_size)
         limits.drawn += 1
-        limits.drawn_items += len(draw.indices)
+        limits.drawn_items += draw.indices.shape[0]
         return draw
 
     def _checked_draw(self, batch_size: int) -> Draw:

@@ -194,7 +194,7 @@ class ValidIndex:
 
 def _dense_size(size: int, runs: Sequence[RowRange]) -> int | None:
     """How many rows are valid after a write to rows of which ``size`` are; None if there are gaps then."""
-    if isinstance(runs, SCATTERED):
+    if type(runs) is not tuple and isinstance(runs, SCATTERED):
         new = runs.rows[runs.rows >= size]
         stop = size + len(new)
         return stop if int(new.max(initial=-1)) < stop else None

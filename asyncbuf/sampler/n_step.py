@@ -78,9 +78,11 @@ class NStep(Join):
             *field_paths(keys, "keys", example="truncated"),
         ]
         self.last_keys: tuple[str, ...] = tuple(dict.fromkeys([*last, *(() if ends is None else (ends,))]))
-        self._powers = self._gamma ** np.arange(self.n + 1)  # float64
-        self._counts = self._powers[1 : self.n, None] > 0
-        self._factors = np.where(self._counts, self._powers[1 : self.n, None], 1.0)
+        powers = self._gamma ** np.arange(self.n + 1)  # float64
+        self._discounts = powers.astype(np.float32)
+        self._factors = powers[1 : self.n, None]
+        # The steps beyond have no weight at all, and an infinite reward there is no NaN.
+        self._most = 1 + int(np.count_nonzero(self._factors))
         self._columns = [self._reward, *(() if self._terminated is None else (self._terminated,))]
         self.columns: tuple[str, ...] = tuple(column.path for column in self._columns)
 
@@ -139,22 +141,24 @@ class NStep(Join):
             The sums ``[items, ...]``, in the dtype of the rewards, or float32 where those are no floats; numbers of
             steps, int64 ``[items]``; discounts, float32 ``[items]``.
         """
+        total = rewards[0]
         if self.n == 1:
-            steps, total = np.ones(way.shape[1], np.int64), rewards[0].copy()
+            steps = np.ones(way.shape[1], np.int64)
         else:
             goes_on = way[1:] != way[:-1]  # after the last item, the way stays where it is
-            steps = np.add.reduce(goes_on, axis=0, dtype=np.int64) + 1
-            counts, axes = goes_on & self._counts, [1] * (rewards.ndim - 2)
+            steps = np.add.reduce(goes_on, axis=0, dtype=np.int64)
+            steps += 1
+            factors, counts = self._factors[: self._most - 1], goes_on[: self._most - 1]
+            if axes := (1,) * (rewards.ndim - 2):
+                factors, counts = factors.reshape(-1, 1, *axes), counts.reshape(*counts.shape, *axes)
             # An infinite reward of a step that does not count is no NaN.
-            more = np.where(
-                counts.reshape(*counts.shape, *axes), rewards[1:] * self._factors.reshape(-1, 1, *axes), 0.0
-            )
-            total = np.add.reduce(more, axis=0) + rewards[0]
-        discounts = self._powers.take(steps)
+            more = np.where(counts, rewards[1 : self._most] * factors, 0.0)
+            total = np.add.reduce(more, axis=0) + total
+        discounts = self._discounts.take(steps)
         if ended is not None:
-            discounts[ended.reshape(len(ended), -1).any(axis=1) if ended.ndim > 1 else ended != 0] = 0.0
+            discounts[ended.reshape(len(ended), -1).any(axis=1) if ended.ndim > 1 else ended.astype(np.bool_)] = 0.0
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
-        return total.astype(kind, copy=False), steps, discounts.astype(np.float32)
+        return total.astype(kind), steps, discounts
 
     def state_dict(self, rows: int) -> dict[str, Any]:
         """The rewards, and which items are terminated."""
