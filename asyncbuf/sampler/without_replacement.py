@@ -13,7 +13,7 @@ from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NotYet
 from asyncbuf.sampler._pass_gaps import PassGaps
-from asyncbuf.sampler._permutation import Permutation
+from asyncbuf.sampler._permutation import KINDS, LATEST_KIND, OLD_KIND, Permutation
 from asyncbuf.sampler.base import Sampler
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class SamplerWithoutReplacement(Sampler):
             "position": self._position,
             "length": self._length,
             "seed": self._seed,
+            "order": LATEST_KIND if self._order is None else self._order.kind,
         }
         return state if self._gaps is None else {**state, **self._gaps.state()}
 
@@ -147,17 +148,23 @@ class SamplerWithoutReplacement(Sampler):
         """Go on within the pass that was saved."""
         name = type(self).__name__
         gaps: dict[str, Any] = {key: state[key] for key in ("rows", "gone") if isinstance(state, dict) and key in state}
-        plain = {key: value for key, value in state.items() if key not in gaps} if gaps else state
-        kinds: dict[str, type] = dict(drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=Seed)
-        drop_last, shuffle, epoch, position, length, seed = fields(plain, name, **kinds)
+        plain = state
+        if isinstance(state, dict):
+            plain = {"order": OLD_KIND, **{key: value for key, value in state.items() if key not in gaps}}
+        kinds: dict[str, type] = dict(
+            drop_last=bool, shuffle=bool, epoch=int, position=int, length=int, seed=Seed, order=int
+        )
+        drop_last, shuffle, epoch, position, length, seed, kind = fields(plain, name, **kinds)
         same(drop_last, self._drop_last, f"{name}: drop_last")
         same(shuffle, self._shuffle, f"{name}: shuffle")
         if length >= 2**48:
             raise CheckpointCorruptError(f"{name}: expected the length of a pass, found one beyond every storage")
         if position > length:
             raise CheckpointCorruptError(f"{name}: expected a position up to {length}, found {position}")
+        if kind not in KINDS:
+            raise CheckpointCorruptError(f"{name}: expected an order of one of the kinds {KINDS}, found {kind}")
         found = PassGaps.of(name, length, gaps)
-        self._order = Permutation(length, seed) if shuffle and position < length else None
+        self._order = Permutation(length, seed, kind) if shuffle and position < length else None
         self._epoch, self._position, self._length, self._seed = epoch, position, length, seed
         self._gaps = found
 

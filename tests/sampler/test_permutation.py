@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncbuf.sampler._permutation import Permutation
+from asyncbuf.sampler._permutation import KINDS, OLD_KIND, Permutation
 from tests.sampler.chi_square import assert_independent, assert_uniform
 
 LONG = 2**16 + 2**13 + 77
@@ -130,3 +130,21 @@ def test_orders_of_different_seeds_are_independent() -> None:
 def test_index_at_a_position_is_uniform_over_seeds(position: int) -> None:
     drawn = torch.cat([Permutation(LONG, seed)[position : position + 1] for seed in range(320)])
     assert_uniform(bins(drawn, LONG, 16), 16)
+
+
+def test_an_order_of_an_earlier_version_is_what_it_was() -> None:
+    order = Permutation(100_000, 7, OLD_KIND)[0:100_000]
+    assert order[:8].tolist() == [64257, 74467, 37264, 58285, 68376, 96713, 36178, 54356]
+    assert int((order * torch.arange(100_000)).sum()) == 249783758809058
+    later = Permutation(10_000_000, 7, OLD_KIND)[5_000_000:5_000_004]
+    assert later.tolist() == [6631693, 6566257, 3096627, 5592015]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [2**16 + 1, LONG, 2**17, 10**9 + 7, 2**40 + 1, 2**48 - 1])
+def test_positions_are_found_again(length: int, kind: int) -> None:
+    order = Permutation(length, 5, kind)
+    for start in (0, length // 3, length - 100):
+        found = order[start : start + 100]
+        assert 0 <= int(found.min()) <= int(found.max()) < length
+        assert order.positions_of(found.numpy()).tolist() == [*range(start, start + 100)]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncbuf import Rows, SamplerWithoutReplacement
+from asyncbuf import CheckpointCorruptError, Rows, SamplerWithoutReplacement
+from asyncbuf.sampler._permutation import LATEST_KIND, OLD_KIND, Permutation
 from tests.sampler.chi_square import assert_independent
 
 if TYPE_CHECKING:
@@ -237,3 +238,24 @@ def test_check() -> None:
     SamplerWithoutReplacement(drop_last=True).check(capacity=5, batch_size=5)
     with pytest.raises(ValueError, match="batch size: expected at most the capacity 5, because of drop_last; found 6"):
         SamplerWithoutReplacement(drop_last=True).check(capacity=5, batch_size=6)
+
+
+def test_a_pass_that_an_earlier_version_began_goes_on_as_there() -> None:
+    size, generator = 100_000, seeded()
+    state = SamplerWithoutReplacement().state_dict() | {"length": size, "position": 1_000, "seed": 7}
+    del state["order"]
+    sampler = SamplerWithoutReplacement()
+    sampler.load_state_dict(state)
+    whole = Permutation(size, 7, OLD_KIND)[0:size]
+    assert torch.equal(sampler.draw(rows_of(size), 500, generator).indices, whole[1_000:1_500])
+    again = SamplerWithoutReplacement()
+    again.load_state_dict(sampler.state_dict())
+    assert drawn(one_pass(again, size, 30_000, generator)) == whole[1_500:].tolist()
+    again.draw(rows_of(size), 500, generator)
+    assert again.state_dict()["order"] == LATEST_KIND
+
+
+@pytest.mark.parametrize("order", [0, 3, True, "2"])
+def test_an_order_of_no_known_kind(order: object) -> None:
+    with pytest.raises(CheckpointCorruptError, match=r"SamplerWithoutReplacement: expected .*order"):
+        SamplerWithoutReplacement().load_state_dict(SamplerWithoutReplacement().state_dict() | {"order": order})
