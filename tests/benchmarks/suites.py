@@ -6,11 +6,11 @@ import asyncio
 import functools
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncbuf import ListStorage, ReplayBuffer, SamplerWithoutReplacement, TensorStorage
+from asyncbuf import ListStorage, RaggedStorage, ReplayBuffer, SamplerWithoutReplacement, TensorStorage
 from tests.benchmarks.checkpoints import checkpoints
 from tests.benchmarks.harness import Comparison, Contender, awaiting, blocking
 from tests.benchmarks.peers import floors, peers, queue, select
@@ -53,16 +53,25 @@ async def sample(work: Workload, batch_size: int, scale: float, rounds: int) -> 
 
 
 async def sequences(scale: float, rounds: int) -> AsyncIterator[Comparison]:
-    """Sequences of different lengths, padded when they are sampled."""
+    """Sequences of different lengths, padded when they are sampled, or packed."""
     count, batch_size = int(10_000 * scale) + 32, 32
     items = tokens(count)
-    buffer = await opened(items, count, storage=ListStorage(count), batch_size=batch_size, collate_fn=padded)
-    contenders = [awaiting("asyncbuf, ListStorage", buffer.sample)]
+    calls, title = max(1, int(100 * scale)), f"sample(), {batch_size} sequences of 200 to 4,000 tokens"
 
-    def by_hand() -> None:
-        padded([items[i] for i in torch.randint(count, (batch_size,)).tolist()])
+    def some() -> list[torch.Tensor]:
+        return [items[i] for i in torch.randint(count, (batch_size,)).tolist()]
 
-    contenders.append(blocking("list and pad_sequence", by_hand))
+    async def ragged(layout: Literal["padded", "packed"]) -> ReplayBuffer:
+        storage = RaggedStorage(count, ["tokens"], layout=layout)
+        return await opened({"tokens": items}, count, storage=storage, batch_size=batch_size)
+
+    collated = await opened(items, count, storage=ListStorage(count), batch_size=batch_size, collate_fn=padded)
+    one, other = await ragged("padded"), await ragged("packed")
+    contenders = [
+        awaiting("asyncbuf, RaggedStorage", one.sample),
+        awaiting("asyncbuf, ListStorage", collated.sample),
+        blocking("list and pad_sequence", lambda: padded(some())),
+    ]
     missing: list[str] = []
     try:
         from torchrl.data import ListStorage as TheirStorage
@@ -73,14 +82,9 @@ async def sequences(scale: float, rounds: int) -> AsyncIterator[Comparison]:
         contenders.append(blocking("TorchRL, ListStorage", peer.sample))
     except ImportError:
         missing = ["TorchRL"]
-    yield Comparison(
-        f"sample(), {batch_size} sequences of 200 to 4,000 tokens",
-        contenders,
-        max(1, int(100 * scale)),
-        rounds,
-        missing,
-        [buffer.aclose],
-    )
+    yield Comparison(f"{title}, padded", contenders, calls, rounds, missing, [one.aclose, collated.aclose])
+    packed = [awaiting("asyncbuf, RaggedStorage", other.sample), blocking("list and cat", lambda: torch.cat(some()))]
+    yield Comparison(f"{title}, packed", packed, calls, rounds, [], [other.aclose])
 
 
 async def tensordicts(scale: float, rounds: int) -> AsyncIterator[Comparison]:
