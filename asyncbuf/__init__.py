@@ -32,6 +32,7 @@ from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
     ConsumingSampler,
     FrameStack,
+    GroupSampler,
     Hindsight,
     JoinedSampler,
     MixtureSampler,
@@ -99,6 +100,7 @@ __all__ = [
     "Freeze",
     "FreezeState",
     "GatherJobs",
+    "GroupSampler",
     "Hindsight",
     "ImmutableDatasetWriter",
     "JoinedSampler",

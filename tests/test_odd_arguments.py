@@ -20,6 +20,7 @@ from asyncbuf import (
     ConsumingSampler,
     Container,
     Freeze,
+    GroupSampler,
     ImmutableDatasetWriter,
     ListStorage,
     MaxValueWriter,
@@ -61,6 +62,7 @@ NO_NUMBER: list[Any] = ["x", b"x", [], {}, object(), int, torch.arange(3), ...]
 NO_FLAG: list[Any] = [*NO_NUMBER, None, 0, 1, 1.0, np.bool_(True)]
 NO_TIME: list[Any] = [*NO_NUMBER, True, -1, -0.5, NAN, -float("inf"), 1j, torch.tensor(1.0)]
 NO_COUNT: list[Any] = [*NO_NUMBER, None, True, -1, 0, 1.0, 1.5, NAN, float("inf"), np.float64(3)]
+NO_FUNCTION: list[Any] = [*(each for each in NO_NUMBER if each is not int), 3]
 NO_PRIORITY: list[Any] = ["x", {}, object(), True, 1j, [1.0] * 3, [NAN]]
 RETURNS = NStep(3, 0.9)
 NO_PATH: list[Any] = [None, 3, b"x", [], {}, object(), Path, 1.5]
@@ -262,6 +264,13 @@ CASES: dict[str, Case] = {
     "SamplerWithoutReplacement.shuffle": Case(lambda b, p, v: SamplerWithoutReplacement(shuffle=v), NO_FLAG, "shuffle"),
     "ConsumingSampler.times": Case(lambda b, p, v: ConsumingSampler(v), [*NO_COUNT, 2**31], "times"),
     "ConsumingSampler.order": Case(lambda b, p, v: ConsumingSampler(order=v), [*NO_NUMBER, None, 3], "order"),
+    "GroupSampler.group_key": Case(lambda b, p, v: GroupSampler(v, 2), [*NO_NUMBER[1:], None, 3], "group_key"),
+    "GroupSampler.size": Case(lambda b, p, v: GroupSampler("x", v), [*NO_COUNT, 2**31], "size"),
+    "GroupSampler.filter": Case(lambda b, p, v: GroupSampler("x", 2, filter=v, filter_keys="y"), NO_FUNCTION, "filter"),
+    "GroupSampler.filter_keys": Case(
+        lambda b, p, v: GroupSampler("x", 2, filter=max, filter_keys=v), [*NO_NUMBER[1:], 3, ""], "filter_keys"
+    ),
+    "GroupSampler.on_drop": Case(lambda b, p, v: GroupSampler("x", 2, on_drop=v), NO_FUNCTION, "on_drop"),
     "WeightedSampler.weight_key": Case(lambda b, p, v: WeightedSampler(v), [*NO_NUMBER[1:], 3], "weight_key"),
     "WeightedSampler.replacement": Case(lambda b, p, v: WeightedSampler(replacement=v), NO_FLAG, "replacement"),
     "StratifiedSampler.class_key": Case(lambda b, p, v: StratifiedSampler(v), [*NO_NUMBER[1:], None, 3], "class_key"),

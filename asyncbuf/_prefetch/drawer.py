@@ -231,7 +231,11 @@ class Drawer:
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
         self._fetcher.dropped(entries)
-        self._gate.submit(self.table_changed)
+        self._gate.submit(self._let_go if self._table.lets_go else self.table_changed, exclusive=self._table.lets_go)
+
+    def _let_go(self) -> None:
+        self._table.let_go()
+        self.table_changed()
 
 
 class _Slices:

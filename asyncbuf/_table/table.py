@@ -70,6 +70,7 @@ class Table:
         self._checks_writes = "check_write" in sampler.hooks
         self._tells_events = "wrote" in sampler.hooks
         self._tells_rows = "written" in sampler.hooks
+        self._lets_go = "leaving" in sampler.hooks
         self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
@@ -112,6 +113,11 @@ class Table:
     def listens_to_hand_over(self) -> bool:
         """Whether the sampler wants to know which batches consumers got."""
         return "handed_over" in self.sampler.hooks
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether the sampler may let rows leave at any time."""
+        return self._lets_go
 
     def changed(self) -> None:
         """Rows, priorities or the state of a part are other than before."""
@@ -247,9 +253,14 @@ class Table:
             else:
                 for part in event.in_parts(most):
                     self.sampler.wrote(part)
+                    if self._lets_go:
+                        self.let_go()
+                        event.table = self.rows
                     yield
         if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
+        if self._lets_go:
+            self.let_go()
 
     def introduce(self) -> None:
         """Tell the sampler of the rows that a fixed storage has from the start, as of one write.
@@ -289,7 +300,18 @@ class Table:
         shielded(self.storage.release, torch.from_numpy(rows.copy()))
         if "removed" in self.sampler.hooks:
             shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
+        if self._lets_go:
+            self.let_go()
         return len(rows)
+
+    def let_go(self) -> None:
+        """Remove the rows for which the sampler has no more use. In an exclusive turn.
+
+        An error leaves a part in a state that does not go with the rows.
+        """
+        leaving = self._call(self.sampler.leaving)
+        if leaving is not None:
+            self.remove(checks.row_numbers(leaving, self._capacity, "leaving"))
 
     def clear(self) -> None:
         """Forget every item."""

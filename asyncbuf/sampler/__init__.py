@@ -4,6 +4,7 @@ from asyncbuf.rows import Rows
 from asyncbuf.sampler.base import Sampler
 from asyncbuf.sampler.consuming import ConsumingSampler
 from asyncbuf.sampler.frame_stack import FrameStack
+from asyncbuf.sampler.groups import GroupSampler
 from asyncbuf.sampler.hindsight import Hindsight
 from asyncbuf.sampler.joined import JoinedSampler
 from asyncbuf.sampler.mixture import MixtureSampler
@@ -20,6 +21,7 @@ from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
 __all__ = [
     "ConsumingSampler",
     "FrameStack",
+    "GroupSampler",
     "Hindsight",
     "JoinedSampler",
     "MixtureSampler",

@@ -23,6 +23,7 @@ _HOOKS = {
     "removed",
     "handed_over",
     "dropped",
+    "leaving",
     "combine",
     "group_priority",
     "use_tables",
@@ -133,6 +134,17 @@ class Sampler(ABC):
 
     def dropped(self, draw: Draw) -> None:
         """The ticket of a draw was dropped (``skip``, ``flush``, ``empty``): nobody gets its batch. Must not fail."""
+
+    def leaving(self) -> torch.Tensor | None:
+        """Rows that the sampler has no use for any more: they leave the table now. Must not fail.
+
+        Asked after each write, after rows were removed, and after tickets were dropped, until it says None.
+        ``removed`` is told of the rows.
+
+        Returns:
+            The rows, int64 ``[rows]``; None if all stay.
+        """
+        return None
 
     def combine(self, draw: Draw, data: Any, joined: Mapping[str, Any]) -> Any:
         """Make one tree of a batch and what was joined to it (``Draw.joins``). Runs where transforms run.

@@ -181,6 +181,10 @@ class JoinedSampler(Sampler):
         """Tell the sampler."""
         self._sampler.dropped(draw)
 
+    def leaving(self) -> torch.Tensor | None:
+        """As the sampler says."""
+        return self._sampler.leaving()
+
     @property
     def draw_unit(self) -> int:
         """As the sampler says."""

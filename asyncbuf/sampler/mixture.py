@@ -33,7 +33,7 @@ WHEN_EMPTY = ("wait", "others")
 _EXAMPLE = '{"offline": 0.5, "online": 0.5}'
 # Fractions add up to 1, but for their rounding.
 _TOLERANCE = 1e-6
-_OPTIONAL = ("check_write", "handed_over", "dropped", "group_priority")
+_OPTIONAL = ("check_write", "handed_over", "dropped", "leaving", "group_priority")
 
 
 class _Plan(NamedTuple):
@@ -352,6 +352,15 @@ class MixtureSampler(Sampler):
         for part, own in self._taken_apart(draw):
             if "dropped" in part.sampler.hooks:
                 part.sampler.dropped(own)
+
+    def leaving(self) -> torch.Tensor | None:
+        """The rows that the samplers of the tables let go."""
+        leaving = [
+            rows + part.start
+            for part in self._parts
+            if "leaving" in part.sampler.hooks and (rows := part.sampler.leaving()) is not None
+        ]
+        return torch.cat(leaving) if leaving else None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from asyncbuf import (
     AsyncBufError,
     ConsumingSampler,
     Draw,
+    GroupSampler,
     JoinedSampler,
     MixtureSampler,
     NStep,
@@ -49,6 +51,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
         RandomSampler(), NStep(3, 0.9, reward_key="value", terminated_key="done", next_keys=()), **KEYS
     ),
     "consuming": ConsumingSampler,
+    "groups": lambda: GroupSampler("env", 8, filter=lambda group: np.ptp(group["value"]) > 5, filter_keys="value"),
     "stratified": lambda: StratifiedSampler("env"),
     "mixture": lambda: MixtureSampler(
         {"one": SliceSampler(slice_len=4, **KEYS), "other": SliceSampler(slice_len=4, **KEYS)}, when_empty="others"
@@ -75,7 +78,9 @@ def make(name: str) -> tuple[ReplayBuffer, dict[str, str]]:
 async def test_one_write_is_as_several(name: str, count: int) -> None:
     (one, into), (several, _) = make(name), make(name)
     async with one, several:
-        for start in (0, 1_000) if name != "consuming" else (0,):  # it frees rows, which one write fills otherwise
+        for start in (
+            (0, 1_000) if name not in ("consuming", "groups") else (0,)
+        ):  # it frees rows, which one write fills otherwise
             await one.extend(items(count, start), **into)
             for first in range(0, count, _MOST_TOLD):
                 await several.extend(items(min(_MOST_TOLD, count - first), start + first), **into)
