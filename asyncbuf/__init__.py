@@ -27,6 +27,7 @@ from asyncbuf.errors import (
     WrongLoopError,
 )
 from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
 from asyncbuf.sampler import (
@@ -118,6 +119,9 @@ __all__ = [
     "Prepared",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "PromptCounts",
+    "PromptDataset",
+    "PromptSource",
     "RaggedStorage",
     "RandomSampler",
     "ReadOnlyError",

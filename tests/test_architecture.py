@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_table",),
     ("_ingest", "_prefetch"),
     ("checkpoint",),
-    ("protocols", "stream", "_config", "_from_dataset"),
+    ("protocols", "stream", "_config", "_from_dataset", "prompts"),
     ("_assembly",),
     ("buffer",),
     ("testing",),
