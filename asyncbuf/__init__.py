@@ -47,6 +47,7 @@ from asyncbuf.sampler import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StratifiedSampler,
+    TokenBudgetSampler,
     TrajectorySampler,
     WeightedSampler,
 )
@@ -150,6 +151,7 @@ __all__ = [
     "SupersededError",
     "TableWriter",
     "TensorStorage",
+    "TokenBudgetSampler",
     "TrajectorySampler",
     "WeightedSampler",
     "WriteEvent",

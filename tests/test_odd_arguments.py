@@ -28,6 +28,7 @@ from asyncbuf import (
     MinSize,
     MixtureSampler,
     NStep,
+    PromptSource,
     RaggedStorage,
     RandomSampler,
     ReplayBuffer,
@@ -40,6 +41,7 @@ from asyncbuf import (
     Subset,
     TableWriter,
     TensorStorage,
+    TokenBudgetSampler,
     WeightedSampler,
     register_codec,
     register_container,
@@ -268,9 +270,30 @@ CASES: dict[str, Case] = {
     "GroupSampler.size": Case(lambda b, p, v: GroupSampler("x", v), [*NO_COUNT, 2**31], "size"),
     "GroupSampler.filter": Case(lambda b, p, v: GroupSampler("x", 2, filter=v, filter_keys="y"), NO_FUNCTION, "filter"),
     "GroupSampler.filter_keys": Case(
-        lambda b, p, v: GroupSampler("x", 2, filter=max, filter_keys=v), [*NO_NUMBER[1:], 3, ""], "filter_keys"
+        lambda b, p, v: GroupSampler("x", 2, filter=lambda group: True, filter_keys=v),
+        [*NO_NUMBER[1:], 3, ""],
+        "filter_keys",
     ),
     "GroupSampler.on_drop": Case(lambda b, p, v: GroupSampler("x", 2, on_drop=v), NO_FUNCTION, "on_drop"),
+    "TokenBudgetSampler.tokens": Case(lambda b, p, v: TokenBudgetSampler(v, "x"), [*NO_COUNT, 2**31], "tokens"),
+    "TokenBudgetSampler.key": Case(lambda b, p, v: TokenBudgetSampler(9, v), [*NO_NUMBER[1:], None, 3, ""], "key"),
+    "TokenBudgetSampler.look_ahead": Case(
+        lambda b, p, v: TokenBudgetSampler(9, "x", look_ahead=v), [*NO_NUMBER, None, True, -1, 1.5], "look_ahead"
+    ),
+    "TokenBudgetSampler.ranks": Case(
+        lambda b, p, v: TokenBudgetSampler(9, "x", ranks=v), [each for each in NO_COUNT if each is not None], "ranks"
+    ),
+    "PromptSource.dataset": Case(lambda b, p, v: PromptSource(v), [*NO_FUNCTION[:4], None, 3], "dataset"),
+    "PromptSource.shuffle": Case(lambda b, p, v: PromptSource(["ab"], shuffle=v), NO_FLAG, "shuffle"),
+    "PromptSource.weights": Case(
+        lambda b, p, v: PromptSource(["a"], weights=v), [*NO_NUMBER, NAN, -1.0, 1j, True, [0.0]], "weights"
+    ),
+    "PromptSource.epochs": Case(
+        lambda b, p, v: PromptSource(["a"], epochs=v), [each for each in NO_COUNT if each is not None], "epochs"
+    ),
+    "PromptSource.generator": Case(lambda b, p, v: PromptSource(["a"], generator=v), [*NO_NUMBER, 3], "generator"),
+    "PromptSource.next.wait": Case(lambda b, p, v: PromptSource(["a"]).next(wait=v), NO_FLAG, "wait"),
+    "PromptSource.done.id": Case(lambda b, p, v: PromptSource(["a"]).done(v), [*NO_NUMBER, None, -1, 1], "id"),
     "WeightedSampler.weight_key": Case(lambda b, p, v: WeightedSampler(v), [*NO_NUMBER[1:], 3], "weight_key"),
     "WeightedSampler.replacement": Case(lambda b, p, v: WeightedSampler(replacement=v), NO_FLAG, "replacement"),
     "StratifiedSampler.class_key": Case(lambda b, p, v: StratifiedSampler(v), [*NO_NUMBER[1:], None, 3], "class_key"),

@@ -377,6 +377,12 @@ class Table:
             return 0
         return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
 
+    def finish(self) -> None:
+        """Tell the sampler that no more items will come."""
+        if "finished" in self.sampler.hooks:
+            self._call(self.sampler.finished)
+            self.changed()
+
     def end_epoch(self) -> None:
         """Leave out what is left of the pass of the sampler.
 

@@ -14,6 +14,7 @@ from asyncbuf.sampler.prioritized_slices import PrioritizedSliceSampler
 from asyncbuf.sampler.random import RandomSampler
 from asyncbuf.sampler.slices import SliceSampler, SliceSamplerWithoutReplacement
 from asyncbuf.sampler.stratified import StratifiedSampler
+from asyncbuf.sampler.token_budget import TokenBudgetSampler
 from asyncbuf.sampler.trajectories import TrajectorySampler
 from asyncbuf.sampler.weighted import WeightedSampler
 from asyncbuf.sampler.without_replacement import SamplerWithoutReplacement
@@ -35,6 +36,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StratifiedSampler",
+    "TokenBudgetSampler",
     "TrajectorySampler",
     "WeightedSampler",
 ]

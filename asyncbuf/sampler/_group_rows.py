@@ -340,8 +340,13 @@ class GroupRows:
         split = len(lengths) - waiting
         self.open = dict(zip(saved["keys"][:split].tolist(), lasts[:split].tolist(), strict=True))
         self.waiting = waiting
-        self._line.push(lasts[split:], self.numbers)
-        drawn = saved["drawn"]
+        # Those that became complete before one that was drawn must stay before it, if that one comes back.
+        complete, drawn = lasts[split:], saved["drawn"]
+        is_early = self.numbers.take(complete) <= saved["drawn_numbers"].max(initial=-1)
+        early = complete[is_early]
+        if len(early):
+            self._returned.append(np.stack([early, self.numbers.take(early)]))
+        self._line.push(complete[~is_early], self.numbers)
         self.numbers[drawn], self.keys[drawn] = saved["drawn_numbers"] + 1, saved["drawn_keys"]
         self.stages[drawn] = Stage.DRAWN
         self.stages[saved["leaving"]] = Stage.LEAVING

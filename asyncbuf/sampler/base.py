@@ -24,6 +24,7 @@ _HOOKS = {
     "handed_over",
     "dropped",
     "leaving",
+    "finished",
     "combine",
     "group_priority",
     "use_tables",
@@ -145,6 +146,12 @@ class Sampler(ABC):
             The rows, int64 ``[rows]``; None if all stay.
         """
         return None
+
+    def finished(self) -> None:
+        """No more items will come: ``finish()`` was called. Must not fail.
+
+        Consumers that wait are asked about again. Not part of the state: a buffer that is restored takes items again.
+        """
 
     def combine(self, draw: Draw, data: Any, joined: Mapping[str, Any]) -> Any:
         """Make one tree of a batch and what was joined to it (``Draw.joins``). Runs where transforms run.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asyncbuf.rows import Answer, Int64Array, Rows, WriteEvent
 
     Column = np.ndarray[Any, np.dtype[Any]]
-    Filter = Callable[[dict[str, Column]], bool]
+    Filter = Callable[[dict[str, Column]], bool | np.bool_ | torch.Tensor]
     OnDrop = Callable[[int, str], object]
 
 _MOST = 2**31 - 1

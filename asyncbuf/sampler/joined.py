@@ -185,6 +185,10 @@ class JoinedSampler(Sampler):
         """As the sampler says."""
         return self._sampler.leaving()
 
+    def finished(self) -> None:
+        """Tell the sampler."""
+        self._sampler.finished()
+
     @property
     def draw_unit(self) -> int:
         """As the sampler says."""

@@ -33,7 +33,7 @@ WHEN_EMPTY = ("wait", "others")
 _EXAMPLE = '{"offline": 0.5, "online": 0.5}'
 # Fractions add up to 1, but for their rounding.
 _TOLERANCE = 1e-6
-_OPTIONAL = ("check_write", "handed_over", "dropped", "leaving", "group_priority")
+_OPTIONAL = ("check_write", "handed_over", "dropped", "leaving", "finished", "group_priority")
 
 
 class _Plan(NamedTuple):
@@ -361,6 +361,13 @@ class MixtureSampler(Sampler):
             if "leaving" in part.sampler.hooks and (rows := part.sampler.leaving()) is not None
         ]
         return torch.cat(leaving) if leaving else None
+
+    def finished(self) -> None:
+        """Tell the samplers of the tables."""
+        self._plan = None
+        for part in self._parts:
+            if "finished" in part.sampler.hooks:
+                part.sampler.finished()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

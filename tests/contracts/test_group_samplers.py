@@ -43,11 +43,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "pairs": lambda: GroupSampler("group", 2),
     "alone": lambda: GroupSampler("number", 1),
     "filtered": lambda: GroupSampler("group", 2, filter=thin, filter_keys=("reward", "number")),
-    "joined": lambda: JoinedSampler(
-        GroupSampler("group", 2, filter=thin, filter_keys="number"),
-        NStep(2, 0.9, reward_key="reward", terminated_key="done", next_keys=()),
-        end_key="done",
-    ),
 }
 
 
@@ -77,4 +72,19 @@ async def test_groups_in_tables(many: dict[str, Any]) -> None:
         batch_size=4,
         other_batch_sizes=(2, 8),
         **many,
+    )
+
+
+async def test_joined_groups() -> None:
+    await check_sampler(
+        lambda: JoinedSampler(
+            SAMPLERS["filtered"](),
+            NStep(2, 0.9, reward_key="reward", terminated_key="done", next_keys=()),
+            end_key="done",
+        ),
+        items=items,
+        capacity=40,
+        batch_size=4,
+        other_batch_sizes=(2, 8),
+        **FEW,
     )

@@ -29,6 +29,7 @@ from asyncbuf import (
     StratifiedSampler,
     TableWriter,
     TensorStorage,
+    TokenBudgetSampler,
     TrajectorySampler,
     WriteEvent,
 )
@@ -53,6 +54,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "consuming": ConsumingSampler,
     "groups": lambda: GroupSampler("env", 8, filter=lambda group: np.ptp(group["value"]) > 5, filter_keys="value"),
     "stratified": lambda: StratifiedSampler("env"),
+    "tokens": lambda: TokenBudgetSampler(9, "env"),
     "mixture": lambda: MixtureSampler(
         {"one": SliceSampler(slice_len=4, **KEYS), "other": SliceSampler(slice_len=4, **KEYS)}, when_empty="others"
     ),
@@ -79,7 +81,7 @@ async def test_one_write_is_as_several(name: str, count: int) -> None:
     (one, into), (several, _) = make(name), make(name)
     async with one, several:
         for start in (
-            (0, 1_000) if name not in ("consuming", "groups") else (0,)
+            (0, 1_000) if name not in ("consuming", "groups", "tokens") else (0,)
         ):  # it frees rows, which one write fills otherwise
             await one.extend(items(count, start), **into)
             for first in range(0, count, _MOST_TOLD):
