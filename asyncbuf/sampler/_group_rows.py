@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from asyncbuf.sampler._row_set import RowArray
 
 _NONE = np.empty(0, np.int64)
+# Up to so many items.
+_FEW = 32
 
 
 class Stage(enum.IntEnum):
@@ -126,6 +128,8 @@ class GroupRows:
             keys: the key of each, int64 ``[items]``.
             gone: keys whose groups do not count.
         """
+        if len(keys) <= _FEW:
+            return self._arrival_of_few(keys.tolist(), set(gone))
         order = keys.argsort(kind="stable")
         ordered = keys[order]
         is_first = np.ones(len(keys), np.bool_)
@@ -143,9 +147,41 @@ class GroupRows:
         position %= self._size
         return Arrival(order, position, before, distinct, ends, np.flatnonzero(position == self._size - 1))
 
+    def _arrival_of_few(self, keys: list[int], gone: set[int]) -> Arrival:
+        """As ``arrival``: of few items, one by one, which takes less time."""
+        size = self._size
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        distinct: list[int] = []
+        position, before, ends, completing = [], [], [], []
+        place = 0
+        for number, item in enumerate(order):
+            key, last = keys[item], -1
+            if not distinct or key != distinct[-1]:
+                distinct.append(key)
+                ends.append(number)
+                last = -1 if key in gone else self.open.get(key, -1)
+                place = 0 if last < 0 else self._position.item(last) + 1
+            ends[-1] = number
+            before.append(last)
+            position.append(place)
+            place += 1
+            if place == size:
+                completing.append(number)
+                place = 0
+        arrays = (np.array(numbers, np.int64) for numbers in (order, position, before, ends, completing))
+        ordered, positions, befores, last_places, complete = arrays
+        return Arrival(ordered, positions, befores, distinct, last_places, complete)
+
     # -- what happens to rows -----------------------------------------------------------------------------------------
 
-    def join(self, rows: Int64Array, numbers: Int64Array, keys: Int64Array, verdicts: Mapping[int, bool]) -> list[int]:
+    def join(
+        self,
+        rows: Int64Array,
+        numbers: Int64Array,
+        keys: Int64Array,
+        verdicts: Mapping[int, bool],
+        arrival: Arrival | None = None,
+    ) -> list[int]:
         """Items were written, into rows that were forgotten.
 
         Args:
@@ -154,13 +190,14 @@ class GroupRows:
             keys: the keys of their groups.
             verdicts: of each group that is complete now, by the number of its last member, whether it may be drawn;
                 without one it may.
+            arrival: what ``arrival`` says of them, if that is known. Not used afterwards.
 
         Returns:
             The keys of those that may not, which are leaving.
         """
         if not len(rows):
             return []
-        arrival = self.arrival(keys)
+        arrival = arrival or self.arrival(keys)
         ordered = rows[arrival.order]
         before = arrival.before
         is_new = before < 0

@@ -12,7 +12,7 @@ from asyncbuf._runtime.arguments import count, field_path, field_paths, refuse_c
 from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
 from asyncbuf.rows import NotYet
-from asyncbuf.sampler._group_rows import GroupRows, Stage
+from asyncbuf.sampler._group_rows import Arrival, GroupRows, Stage
 from asyncbuf.sampler._kept_columns import KeptColumns
 from asyncbuf.sampler.base import Sampler
 
@@ -37,6 +37,7 @@ class _Coming(NamedTuple):
         rows: the rows that will be written, int64 ``[kept]``.
         missed: keys of the items that are not kept, each once.
         verdicts: of each group that it completes, by the number of the last item, what the filter says.
+        arrival: how its items come into groups, if that was found out.
     """
 
     first: int
@@ -44,6 +45,7 @@ class _Coming(NamedTuple):
     rows: Int64Array
     missed: list[int]
     verdicts: dict[int, bool]
+    arrival: Arrival | None = None
 
 
 class GroupSampler(Sampler):
@@ -78,6 +80,8 @@ class GroupSampler(Sampler):
         filter_keys: path of the field that the filter gets; or several such.
         on_drop: called with the key of a group that will not be handed out, and why: ``"filter"`` or ``"lost"``; in the
             very step, so that a prompt that is put back is in the same checkpoint. It must be quick and not fail.
+
+    A write asks the filter of all groups that it completes in one step of the event loop.
 
     Raises:
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
@@ -173,13 +177,13 @@ class GroupSampler(Sampler):
         self._kept.check(event.offered)
         self._coming = _Coming(event.first, event.first + len(column), rows, missed, {})
         if self._filter is not None and len(rows):
-            self._coming.verdicts.update(self._judged(event, rows, missed))
+            keys = _keys(event.columns[self._key])
+            arrival = self._groups.arrival(keys, gone=(*self._groups.open_among(rows), *missed))
+            self._coming = self._coming._replace(verdicts=self._judged(event, keys, arrival), arrival=arrival)
 
-    def _judged(self, event: WriteEvent, rows: Int64Array, missed: list[int]) -> dict[int, bool]:
+    def _judged(self, event: WriteEvent, keys: Int64Array, arrival: Arrival) -> dict[int, bool]:
         """What the filter says of the groups that a write will complete."""
         columns = event.columns
-        keys = _keys(columns[self._key])
-        arrival = self._groups.arrival(keys, gone=(*self._groups.open_among(rows), *missed))
         completing = arrival.completing
         if not len(completing):
             return {}
@@ -215,11 +219,12 @@ class GroupSampler(Sampler):
             lost = groups.forget(coming.rows)
             groups.lose(coming.missed)
             lost += coming.missed
-        rows, columns = event.rows.numpy(), event.columns
+        rows, columns, stop = event.rows.numpy(), event.columns, event.first + len(event.offered[self._key])
         self._kept.keep(rows, columns, groups.capacity)
-        refused = groups.join(rows, event.numbers.numpy(), _keys(columns[self._key]), coming.verdicts)
-        if event.first + len(event.row_of_each) >= coming.stop:
-            self._coming = coming._replace(rows=rows[:0], missed=[], verdicts={})
+        arrival = coming.arrival if event.first == coming.first and stop == coming.stop else None
+        refused = groups.join(rows, event.numbers.numpy(), _keys(columns[self._key]), coming.verdicts, arrival)
+        if stop >= coming.stop:
+            self._coming = coming._replace(rows=rows[:0], missed=[], verdicts={}, arrival=None)
         self._refused += len(refused)
         self._gone(lost)
         self._tell(refused, "filter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ import torch
 
 from asyncbuf import (
     AsyncBufError,
+    Counters,
     GroupSampler,
+    Limiter,
     ListStorage,
+    NotYet,
     RaggedStorage,
     ReplayBuffer,
     RoundRobinWriter,
@@ -21,13 +25,15 @@ from asyncbuf import (
 from asyncbuf._table.table import Table
 from asyncbuf.errors import BufferClosedError, CheckpointCorruptError, CheckpointMismatchError, SchemaError
 from asyncbuf.limiter import MinSize
+from asyncbuf.sampler import _group_rows
 from asyncbuf.testing import assert_exact_resume
-from tests.helpers import check_same, crossed, fingerprint, jitter, seeded, within
+from tests.helpers import check_same, crossed, fingerprint, jitter, seeded, turns, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncbuf import Batch, Draw
+    from asyncbuf.rows import Answer
 
 SIZE = 3
 
@@ -212,7 +218,9 @@ class Play:
 
 @pytest.mark.parametrize("thin", [False, True])
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.slow)], ids=["12", "400"])
-def test_histories_are_those_of_lists(seeds: range, thin: bool) -> None:
+@pytest.mark.parametrize("few", [0, 4, 32])
+def test_histories_are_those_of_lists(seeds: range, thin: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_group_rows, "_FEW", few)
     for seed in seeds:
         play = Play(seed, thin)
         for _ in range(200):
@@ -349,6 +357,33 @@ async def test_skipped_groups_are_the_next_ones() -> None:
         await buffer.skip()
         found = [(await within(buffer.sample())).info["group"].item() for _ in range(4)]
         assert found == [2, 1, 3, 4]
+
+
+class Room(Limiter):
+    """Holds writers back while rows are missing."""
+
+    def may_write(self, counters: Counters, items: int) -> Answer:
+        room = counters.capacity - counters.size - counters.admitted
+        return True if items <= room else NotYet(f"there is room for {room} of {items} items")
+
+
+async def test_writers_that_wait_for_room_go_on_when_groups_leave() -> None:
+    sampler = GroupSampler("group", SIZE, filter=varied, filter_keys="reward")
+    async with made(sampler, capacity=9, batch_size=SIZE, prefetch=1, limiter=Room()) as buffer:
+        rows = await buffer.extend(of([1, 1, 1, 2, 2, 2, 3, 3]))
+        assert (await within(buffer.sample())).info["group"].tolist() == [1]
+        await buffer.extend(of([3, 4], 8, rewards=[float(8 % 4), 0.0]))
+        assert (sampler.waiting, len(buffer)) == (1, 7)  # 2 was drawn ahead
+        held = asyncio.ensure_future(buffer.extend(of([5] * 4, 10, rewards=[1.0] * 4)))
+        await turns()
+        assert not held.done()
+        await buffer.remove(rows[3:4])
+        await turns()
+        assert not held.done()  # there is room for four only when the rest of group 2 has left
+        await buffer.flush()
+        await within(held)
+        assert (sampler.lost, sampler.refused) == (1, 1)
+        assert len(buffer) == SIZE + 2
 
 
 async def test_ragged_answers_and_list_items() -> None:
