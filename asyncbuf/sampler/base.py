@@ -150,7 +150,8 @@ class Sampler(ABC):
     def finished(self) -> None:
         """No more items will come: ``finish()`` was called. Must not fail.
 
-        Consumers that wait are asked about again. Not part of the state: a buffer that is restored takes items again.
+        Consumers that wait are asked about again. Not part of the state, nor of a pickle: a buffer that is restored
+        takes items again.
         """
 
     def combine(self, draw: Draw, data: Any, joined: Mapping[str, Any]) -> Any:

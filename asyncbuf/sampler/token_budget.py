@@ -95,6 +95,10 @@ class TokenBudgetSampler(Sampler):
         self._line = Line()
         self._packed: _Packed | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: a buffer that comes out of a pickle takes items again."""
+        return {**vars(self), "_is_finished": False, "_packed": None}
+
     # -- what is there ------------------------------------------------------------------------------------------------
 
     @property

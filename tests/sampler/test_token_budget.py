@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -334,6 +335,26 @@ async def test_exact_resume(prefetch: int, ranks: int | None, at: Any) -> None:
             await buffer.remove(torch.arange(20, 22))
 
     await assert_exact_resume(make, feed=feed, at=at, steps=6)
+
+
+@pytest.mark.parametrize("way", ["pickle", "state_dict"])
+async def test_a_restored_buffer_waits_for_a_full_batch_again(way: str) -> None:
+    buffer = made(TokenBudgetSampler(TOKENS, "length"))
+    await buffer.extend(of([3, 4]))
+    await buffer.finish()
+    other = made(TokenBudgetSampler(TOKENS, "length"))
+    if way == "pickle":
+        async with buffer.frozen():
+            other = pickle.loads(pickle.dumps(buffer))
+    else:
+        await other.load_state_dict(await buffer.state_dict())
+    async with buffer, other:
+        assert numbers(await within(buffer.sample())) == [0, 1]
+        waiting = asyncio.ensure_future(other.sample())
+        await turns()
+        assert not waiting.done()
+        await other.extend(of([13], 2))
+        assert numbers(await within(waiting)) == [0, 1, 2]
 
 
 async def test_items_that_are_overwritten_are_counted() -> None:
