@@ -28,7 +28,7 @@ PromptT_co = TypeVar("PromptT_co", covariant=True)
 
 # A hash of 64 bits as a number from 0 to 1, which has 53 of them.
 _BITS = 53
-_COUNTS = ("handed_out", "done", "discarded", "put_back", "asked_again", "duplicates")
+_COUNTS: tuple[str, ...] = ("handed_out", "done", "discarded", "put_back", "asked_again", "duplicates")
 
 
 class PromptDataset(Protocol[PromptT_co]):
@@ -131,7 +131,7 @@ class PromptSource(Generic[PromptT]):
         self._given = 0  # names each prompt that is handed out
         self._out: dict[int, int] = {}  # the ids of those under way
         self._names: dict[int, deque[int]] = {}  # and by id, how they are named
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._waiters: dict[asyncio.Future[None], None] = {}
 
     # -- what there is ------------------------------------------------------------------------------------------------
