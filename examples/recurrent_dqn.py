@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ENV_ID = "CartPole-v1"
 SEEN = [0, 2]  # the positions of cart and pole; 1 and 3 are their velocities
 GAMMA = 0.99
-BURN_IN, LENGTH, SLICES = 4, 12, 32
+BURN_IN, LENGTH, SLICES = 8, 24, 16
 STEPS_PER_UPDATE = 4
 WARMUP = 1_000
 
