@@ -220,7 +220,7 @@ class Batch(Generic[DataT_co]):
         try:
             return data[key]
         except KeyError:
-            raise KeyError(_no_key(data, key)) from None
+            raise KeyError(_no_key(self, key)) from None
         except (TypeError, IndexError) as error:
             if isinstance(key, str):
                 raise TypeError(f"expected data with keys for {_quoted(key)}, found {summary(data)}") from error
@@ -343,9 +343,12 @@ def _quoted(key: str) -> str:
     return f'batch["{key[:80]}"]'
 
 
-def _no_key(data: Any, key: Any) -> str:
+def _no_key(batch: Batch[Any], key: Any) -> str:
+    data = batch.data
     there_are = f" {listed(data.keys())}" if isinstance(data, Mapping) else " of the data"
     hint = f"; batch.{key} is an attribute" if key in Batch.__match_args__ else ""
+    if isinstance(key, str) and key in batch.info:
+        hint = f'; the sampler says it: batch.info["{key}"]'
     return f"expected one of the keys{there_are}; found {listed([key])}{hint}"
 
 

@@ -24,6 +24,7 @@ Schedule = float | Callable[[int], float]
 
 # Weights have fewer digits than that before or behind the point, so that sums of many are finite.
 _MOST_DIGITS = 280
+_MOST_ALPHA = 1000
 
 
 class PrioritizedSampler(ProportionalSampler):
@@ -110,6 +111,11 @@ class PrioritizedSampler(ProportionalSampler):
         Raises:
             ValueError: it is another one.
         """
+        if alpha >= _MOST_ALPHA:
+            raise ValueError(
+                f"alpha: expected an exponent below {_MOST_ALPHA}, such as 0.6, found {alpha:.6g} (the storage has the "
+                "capacity)"
+            )
         logs = alpha * math.log10(self._eps), alpha * math.log10(largest + self._eps)
         if not -_MOST_DIGITS < min(logs) <= max(logs) < _MOST_DIGITS:
             raise ValueError(

@@ -39,7 +39,9 @@ def of_fields(fields: Sequence[Field], arrays: Sequence[Column], count: int, pat
             columns[field.path] = values if values.ndim > len(field.shape) else values.reshape(count, *field.shape)
     if len(columns) < len(set(paths)):
         missing, there = [path for path in paths if path not in columns], [field.path for field in fields]
-        raise SchemaError(f"expected items with {missing}, which the sampler or writer asks for; found {there}")
+        deeper = [path for path in there for name in missing if path.endswith(f"/{name}")]
+        hint = f" (a path goes through all keys: {deeper[0]!r})" if deeper else ""
+        raise SchemaError(f"expected items with {missing}, which the sampler or writer asks for; found {there}{hint}")
     return columns
 
 

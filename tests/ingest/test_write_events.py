@@ -282,6 +282,16 @@ async def test_columns_of_dtypes_that_numpy_lacks() -> None:
         assert sampler.told == [{"x": x.tolist()}]
 
 
+async def test_a_column_that_lies_deeper() -> None:
+    class Done(Deep):
+        columns = ("done",)
+
+    buffer = ReplayBuffer(TensorStorage(10), sampler=Done())
+    with pytest.raises(SchemaError, match=r"\['done'\].*a path goes through all keys: 'next/done'"):
+        await buffer.add({"obs": 1.0, "next": {"done": True}})
+    assert len(buffer) == 0
+
+
 @pytest.mark.parametrize("kind", [TensorStorage, ListStorage])
 async def test_a_column_that_items_lack(kind: type[TensorStorage] | type[ListStorage]) -> None:
     sampler = Deep()

@@ -264,3 +264,12 @@ async def test_a_function_is_no_number() -> None:
 def test_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(arguments))):
         PrioritizedSampler(**arguments)
+
+
+async def test_what_other_libraries_would_have_said() -> None:
+    with pytest.raises(ValueError, match=r"alpha: expected an exponent below 1000.*found 100000 \(the storage"):
+        PrioritizedSampler(100_000)
+    async with ReplayBuffer(TensorStorage(8), sampler=PrioritizedSampler(), batch_size=4) as buffer:
+        await buffer.extend({"x": torch.arange(8)})
+        with pytest.raises(KeyError, match=r'found weights; the sampler says it: batch.info\["weights"\]'):
+            (await within(buffer.sample()))["weights"]
