@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import Int64Array, Rows, WriteEvent
+    from asyncbuf.rows import BoolArray, Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._spans import Links
 
 
@@ -87,8 +87,12 @@ class Join(ABC):
     def wrote(self, event: WriteEvent) -> None:
         """Note of rows what is needed of them."""
 
-    def state_dict(self, rows: int) -> dict[str, Any]:
-        """What is known of the first so many rows, in memory of its own."""
+    def state_dict(self, is_stored: BoolArray) -> dict[str, Any]:
+        """What is known of the first rows, in memory of its own.
+
+        Args:
+            is_stored: which of them have an item: bool ``[rows]``. Nothing is known of the others.
+        """
         return {}
 
     def parsed(self, state: Any, name: str) -> Any:
@@ -164,12 +168,14 @@ class Column:
         assert self.values is not None
         return self.values.take(rows, axis=0)
 
-    def state(self, rows: int) -> dict[str, Any]:
-        """The values of the first so many rows, and for how many there is room."""
+    def state(self, is_stored: BoolArray) -> dict[str, Any]:
+        """The values of the first rows, 0 for those without an item, and for how many there is room."""
         values = self.values
         if values is None:
             return {"capacity": 0, "values": None}
-        return {"capacity": len(values), "values": torch.from_numpy(values[:rows].copy())}
+        found = values[: len(is_stored)].copy()
+        found[~is_stored[: len(found)]] = 0
+        return {"capacity": len(values), "values": torch.from_numpy(found)}
 
     def parsed(self, state: Any, name: str) -> np.ndarray[Any, Any] | None:
         """What ``state`` gave out.

@@ -216,11 +216,12 @@ class JoinedSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sampler, which items follow each other, and what the joins know of them."""
-        rows = self._tracker.episodes.stop
+        episodes = self._tracker.episodes
+        is_stored = episodes.numbers[: episodes.stop] > 0
         return {
             "sampler": self._sampler.state_dict(),
-            "episodes": self._tracker.episodes.state_dict(),
-            "joins": [join.state_dict(rows) for join in self._joins],
+            "episodes": episodes.state_dict(),
+            "joins": [join.state_dict(is_stored) for join in self._joins],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import Int64Array, Rows, WriteEvent
+    from asyncbuf.rows import BoolArray, Int64Array, Rows, WriteEvent
     from asyncbuf.sampler._spans import Links
 
 
@@ -160,9 +160,9 @@ class NStep(Join):
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
         return total.astype(kind), steps, discounts
 
-    def state_dict(self, rows: int) -> dict[str, Any]:
+    def state_dict(self, is_stored: BoolArray) -> dict[str, Any]:
         """The rewards, and which items are terminated."""
-        return {column.path: column.state(rows) for column in self._columns}
+        return {column.path: column.state(is_stored) for column in self._columns}
 
     def parsed(self, state: Any, name: str) -> list[Any]:
         """The columns of a checkpoint."""

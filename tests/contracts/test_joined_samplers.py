@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asyncbuf import (
+    ConsumingSampler,
     FrameStack,
     Hindsight,
     JoinedSampler,
@@ -40,6 +41,9 @@ def goals(strategy: str) -> Hindsight:
 JOINED: dict[str, Callable[[], Sampler]] = {
     "returns": lambda: JoinedSampler(
         PrioritizedSampler(), NStep(3, 0.9, reward_key="value", terminated_key="done", next_keys=()), end_key="done"
+    ),
+    "of-rows-that-leave": lambda: JoinedSampler(
+        ConsumingSampler(), NStep(3, 0.9, reward_key="value", terminated_key="done", next_keys=()), end_key="done"
     ),
     "frames": lambda: JoinedSampler(
         SamplerWithoutReplacement(), FrameStack(3, "value", pad="zero"), end_key="done", trajectory_key="env"

@@ -26,7 +26,8 @@ from asyncbuf import (
     TableWriter,
     TensorStorage,
 )
-from asyncbuf.testing import assert_same_batch
+from asyncbuf._plain.codec import encode
+from asyncbuf.testing import assert_same_batch, difference
 from tests.helpers import seeded
 
 if TYPE_CHECKING:
@@ -358,3 +359,26 @@ async def test_a_trajectory_does_not_go_on_in_another_table(trajectory_key: str 
 def test_a_sampler_with_joins_passes_on_everything() -> None:
     asked = {name for name in vars(Sampler) if not name.startswith("_")} - {"columns", "trusted", "counts_draws"}
     assert asked - vars(JoinedSampler).keys() <= {"combines_at_once", "hooks"}  # set for each object
+
+
+async def test_what_rows_without_an_item_once_had_is_no_state() -> None:
+    def make() -> ReplayBuffer:
+        sampler = JoinedSampler(
+            RandomSampler(),
+            NStep(2, 0.9, reward_key="value", terminated_key=None, next_keys=()),
+            end_key="done",
+        )
+        return ReplayBuffer(TensorStorage(8), sampler=sampler, batch_size=4, generator=seeded())
+
+    def some_items(count: int) -> dict[str, torch.Tensor]:
+        return {"value": torch.arange(1.0, count + 1), "done": torch.zeros(count, dtype=torch.bool)}
+
+    original, restored = make(), make()
+    await original.extend(some_items(4))
+    for row in (3, 2, 1, 0):
+        await original.remove(torch.tensor([row]))
+    await restored.restore(await original.snapshot())
+    for buffer in (original, restored):
+        assert (await buffer.extend(some_items(1))).tolist() == [3]  # below it, rows have no item
+    states = [encode((await buffer.state_dict())["sampler"]) for buffer in (original, restored)]
+    assert difference(*states) is None
