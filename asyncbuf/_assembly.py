@@ -115,7 +115,6 @@ class Assembly:
         """No more items will come; writers that wait are told. In a turn of the history."""
         self.table.finish()
         self.drawer.finish()
-        self.drawer.table_changed()
         if self.admission is not None:
             self.admission.refuse(functools.partial(BufferClosedError, "finish() was called: no more items are taken"))
 

@@ -12,7 +12,7 @@ import torch
 from asyncbuf._plain.counter_hash import CounterHash
 from asyncbuf._plain.savable import tensor_problem
 from asyncbuf._plain.state import Seed, described, fields, int64s, same
-from asyncbuf._runtime.arguments import count, flag, shown
+from asyncbuf._runtime.arguments import count, cpu_tensor, flag, shown
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler._permutation import Permutation
 from asyncbuf.sampler._sum_tree import SumTree
@@ -423,10 +423,7 @@ def _length(dataset: Any) -> int:
 
 
 def _ids(ids: Any, length: int) -> Int64Array:
-    try:
-        found = torch.as_tensor(ids, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"ids: expected integers, found {shown(ids)}") from error
+    found = cpu_tensor(ids, "ids", expected="integers")
     if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool):
         raise TypeError(f"ids: expected integers, found {found.dtype}")
     rows: Int64Array = found.to(torch.int64).reshape(-1).numpy()
@@ -437,10 +434,7 @@ def _ids(ids: Any, length: int) -> Int64Array:
 
 def _numbers(weights: Any, name: str, expected: int) -> Float64Array:
     """Weights as an array of its own: float64 ``[expected]``."""
-    try:
-        found = torch.as_tensor(weights, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"{name}: expected numbers, found {shown(weights)}") from error
+    found = cpu_tensor(weights, name, expected="numbers")
     if found.is_complex() or (found.dtype is torch.bool and found.numel()):
         raise TypeError(f"{name}: expected real numbers, found {found.dtype}")
     values: Float64Array = found.to(torch.float64).numpy()

@@ -71,7 +71,7 @@ class Drawer:
     def finish(self) -> None:
         """No more items will come: consumers that wait for some are told."""
         self.finished = True
-        self._queues.notify_all()
+        self.table_changed()
 
     def is_next(self, queue: TicketQueue, cursor: EpochCursor) -> bool:
         """Whether the next ticket of a queue at which nobody waits, drawn or not, belongs to a pass."""

@@ -8,6 +8,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asyncbuf._runtime.summary import literal
 from asyncbuf.errors import CheckpointError
 
@@ -230,3 +232,20 @@ def fraction(value: Any, name: str, *, example: float) -> float:
     if not 0 <= value <= 1:
         raise ValueError(message)
     return float(value)
+
+
+def cpu_tensor(value: Any, name: str, *, expected: str) -> torch.Tensor:
+    """An argument that is a tensor, or can be made one, on the CPU and without a graph.
+
+    Args:
+        value: the argument.
+        name: name of the argument.
+        expected: what it must be, such as ``"numbers"``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    try:
+        return torch.as_tensor(value, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name}: expected {expected}, found {shown(value)}") from error

@@ -14,6 +14,7 @@ from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NotYet
 from asyncbuf.sampler._distinct import distinct
+from asyncbuf.sampler._items import verify_items
 from asyncbuf.sampler._line import Line
 from asyncbuf.sampler._row_set import RowSet
 from asyncbuf.sampler.base import Sampler
@@ -276,12 +277,4 @@ class ConsumingSampler(Sampler):
 
     def verify(self, rows: Rows) -> None:
         """Refuse other items than those of the table."""
-        name, known = type(self).__name__, np.flatnonzero(self._keys)
-        if len(self._keys) not in (0, rows.capacity) or self._keys.max(initial=0) > rows.write_count:
-            raise CheckpointCorruptError(
-                f"{name}: expected items of {rows.capacity} rows, with numbers below {rows.write_count}; found others"
-            )
-        if len(known) != rows.size or not bool(rows.contains(torch.from_numpy(known)).all()):
-            raise CheckpointCorruptError(
-                f"{name}: expected the items of the {rows.size} valid rows, found those of {len(known)} rows"
-            )
+        verify_items(type(self).__name__, self._keys, self._keys > 0, rows)

@@ -10,9 +10,10 @@ import torch
 from asyncbuf._plain.state import fields, same
 from asyncbuf._runtime.arguments import count, field_path, field_paths, refuse_coroutine, shown
 from asyncbuf.batch import Draw
-from asyncbuf.errors import CheckpointCorruptError, SchemaError
+from asyncbuf.errors import SchemaError
 from asyncbuf.rows import NotYet
 from asyncbuf.sampler._group_rows import Arrival, GroupRows, Stage
+from asyncbuf.sampler._items import verify_items
 from asyncbuf.sampler._kept_columns import KeptColumns
 from asyncbuf.sampler.base import Sampler
 
@@ -331,16 +332,7 @@ class GroupSampler(Sampler):
 
     def verify(self, rows: Rows) -> None:
         """Refuse other items than those of the table."""
-        name, groups = type(self).__name__, self._groups
-        known = np.flatnonzero(groups.stages)
-        if groups.capacity not in (0, rows.capacity) or groups.numbers.max(initial=0) > rows.write_count:
-            raise CheckpointCorruptError(
-                f"{name}: expected items of {rows.capacity} rows, with numbers below {rows.write_count}; found others"
-            )
-        if len(known) != rows.size or not bool(rows.contains(torch.from_numpy(known)).all()):
-            raise CheckpointCorruptError(
-                f"{name}: expected the items of the {rows.size} valid rows, found those of {len(known)} rows"
-            )
+        verify_items(type(self).__name__, self._groups.numbers, self._groups.stages > 0, rows)
 
 
 def _keys(column: Column) -> Int64Array:

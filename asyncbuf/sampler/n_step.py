@@ -158,7 +158,7 @@ class NStep(Join):
         if ended is not None:
             discounts[ended.reshape(len(ended), -1).any(axis=1) if ended.ndim > 1 else ended.astype(np.bool_)] = 0.0
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
-        return total.astype(kind), steps, discounts
+        return total.astype(kind, copy=self.n == 1), steps, discounts
 
     def state_dict(self, is_stored: BoolArray) -> dict[str, Any]:
         """The rewards, and which items are terminated."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields
-from asyncbuf._runtime.arguments import fraction, shown
+from asyncbuf._runtime.arguments import cpu_tensor, fraction
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler._row_set import NotedRowSet
 from asyncbuf.sampler._slicer import Slicer
@@ -231,10 +231,7 @@ def _values(priority: Any) -> Float64Array:
     Raises:
         TypeError: they are no real numbers.
     """
-    try:
-        found = torch.as_tensor(priority, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"priority: expected numbers, found {shown(priority)}") from error
+    found = cpu_tensor(priority, "priority", expected="numbers")
     if found.is_complex() or found.dtype is torch.bool:
         raise TypeError(f"priority: expected real numbers, found {found.dtype}")
     values: Float64Array = found.to(torch.float64).numpy()
