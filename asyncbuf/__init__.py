@@ -26,6 +26,7 @@ from asyncbuf.errors import (
     SupersededError,
     WrongLoopError,
 )
+from asyncbuf.lease import Lease
 from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
@@ -106,6 +107,7 @@ __all__ = [
     "Hindsight",
     "ImmutableDatasetWriter",
     "JoinedSampler",
+    "Lease",
     "Limiter",
     "ListStorage",
     "MaxValueWriter",

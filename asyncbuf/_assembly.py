@@ -43,6 +43,7 @@ class Assembly:
         admission: writers that the limiter holds back; None if it holds nobody back.
         writes: the way of an item.
         queues: tickets that nobody has taken, and the consumers that wait for them.
+        leases: batches that consumers have for a while.
         drawer: draws tickets.
         gatherer: reads their rows.
         fetcher: makes them into batches.
@@ -91,6 +92,7 @@ class Assembly:
             went_on=None if self.admission is None else self.admission.changed,
         )
         self.queues = prefetch.queues
+        self.leases = prefetch.leases
         self.drawer = prefetch.drawer
         self.gatherer = prefetch.gatherer
         self.fetcher = prefetch.fetcher
@@ -160,6 +162,7 @@ class Assembly:
             drawn=counts.drawn,
             delivered=counts.delivered,
             dropped=counts.dropped,
+            leased=len(self.leases),
             queued=queues.queued,
             in_flight=queues.in_flight,
             waiting_consumers=queues.waiting,

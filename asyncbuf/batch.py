@@ -295,6 +295,11 @@ def batch_of(data: Any, number: int, draw: Draw, seed: int, write_count: int) ->
     return batch
 
 
+def ticket_of(batch: Batch[Any], seed: int) -> Ticket:
+    """The ticket that ``batch_of`` has made a batch of."""
+    return Ticket(batch._number, batch._draw, seed, batch._write_count)
+
+
 def drawn_rows(batch_or_indices: Any) -> tuple[Any, int | None]:
     """The rows of a batch, and how many items had been written when they were drawn.
 

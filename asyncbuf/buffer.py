@@ -22,6 +22,7 @@ from asyncbuf._runtime.reentry import current_job
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
+from asyncbuf.lease import LeaseMethods
 from asyncbuf.sampler._tracker import ItemKeys
 from asyncbuf.sampler.n_step import NStep
 from asyncbuf.stream import BatchStream
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls

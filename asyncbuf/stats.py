@@ -8,14 +8,14 @@ from typing import NamedTuple
 class BufferStats(NamedTuple):
     """Counters of a buffer at one moment.
 
-    Every ticket that was drawn is in one place: ``drawn == delivered + queued + dropped``.
+    Every ticket that was drawn is in one place: ``drawn == delivered + leased + queued + dropped``.
 
     Attributes:
         size: number of stored items.
         capacity: number of rows of the storage.
         write_count: number of items ever written, overwritten ones included.
         drawn: number of tickets ever drawn.
-        delivered: number of batches ever handed to consumers.
+        delivered: number of batches ever handed to consumers; of those on lease, the acknowledged ones.
         dropped: number of tickets dropped by ``skip``, ``flush`` and ``empty``.
         queued: number of tickets in the queues, ready or not.
         in_flight: number of queued tickets whose rows are still being gathered or transformed.
@@ -28,6 +28,7 @@ class BufferStats(NamedTuple):
         inline_gathers: number of gathers that ran on the event loop.
         thread_gathers: number of gathers that ran in a thread.
         stale_priorities: number of rows whose priorities came too late: the item had been replaced or removed.
+        leased: number of batches that consumers have on lease.
     """
 
     size: int
@@ -47,3 +48,4 @@ class BufferStats(NamedTuple):
     inline_gathers: int
     thread_gathers: int
     stale_priorities: int = 0
+    leased: int = 0

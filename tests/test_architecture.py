@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("protocols", "stream", "_config", "_from_dataset", "prompts"),
     ("_assembly",),
+    ("lease",),
     ("buffer",),
     ("testing",),
     ("_cli",),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
-from asyncbuf.batch import Batch, Draw, Ticket, batch_of
+from asyncbuf.batch import Batch, Draw, Ticket, batch_of, ticket_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -208,6 +208,13 @@ class Drawer:
         if self._went_on is not None:
             self._went_on()
         return batch_of(data, number, draw, 0, self._table.write_count)
+
+    def entry_of(self, batch: Batch, *, is_prefetched: bool) -> Entry:
+        """The ticket of a batch that was drawn and gathered in one step."""
+        seed = mixed_seed(self._table.generator.initial_seed(), batch.number)
+        entry = Entry(ticket_of(batch, seed), is_prefetched=is_prefetched)
+        entry.made(batch)
+        return entry
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 

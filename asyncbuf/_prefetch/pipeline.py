@@ -17,6 +17,7 @@ from asyncbuf.errors import BufferClosedError
 if TYPE_CHECKING:
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.in_order import InOrder
+    from asyncbuf._prefetch.leases import Leases
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueues
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
@@ -32,6 +33,7 @@ class Pipeline:
         table: told of hand-overs.
         gate: the history.
         queues: where tickets and consumers wait.
+        leases: batches that consumers have for a while.
         drawer: draws what calls call for.
         in_order: knows which failed ticket holds up others.
         chain: the transforms.
@@ -46,6 +48,7 @@ class Pipeline:
         table: Table,
         gate: HistoryGate,
         queues: TicketQueues,
+        leases: Leases,
         drawer: Drawer,
         in_order: InOrder,
         chain: TransformChain,
@@ -54,6 +57,7 @@ class Pipeline:
         self._table = table
         self._gate = gate
         self._queues = queues
+        self._leases = leases
         self._counts = queues.counts
         self._drawer = drawer
         self._in_order = in_order
@@ -68,7 +72,7 @@ class Pipeline:
         """The queue of a batch size; all but the prefetched one draw only what is asked for."""
         return self._queues.of(batch_size)
 
-    def take_now(self, queue: TicketQueue, cursor: EpochCursor | None = None) -> Batch | None:
+    def take_now(self, queue: TicketQueue, cursor: EpochCursor | None = None, *, leased: bool = False) -> Batch | None:
         """Same effects as ``take``, without waiting: the call is answered and served in this step.
 
         Returns:
@@ -79,7 +83,7 @@ class Pipeline:
         if cursor is not None and not self._drawer.is_next(queue, cursor):
             return None
         if not queue.entries:
-            return self._make_now(queue, cursor)
+            return self._make_now(queue, cursor, leased=leased)
         if queue.entries[0].batch is None:
             return None
         queue.calls += 1
@@ -88,48 +92,75 @@ class Pipeline:
         except BaseException:
             queue.calls, queue.error = queue.calls - 1, None
             raise
-        return self._hand_over(queue, cursor)
+        return self._hand_over(queue, cursor, leased=leased)
 
-    def _make_now(self, queue: TicketQueue, cursor: EpochCursor | None) -> Batch | None:
+    def _make_now(self, queue: TicketQueue, cursor: EpochCursor | None, *, leased: bool) -> Batch | None:
         """A batch that is drawn, gathered and handed over in this step: no ticket has to be queued for that."""
         if not self._may_be_drawn_as_batch or queue.depth:
             return None
         batch = self._drawer.draw_batch(queue)
         if batch is None:
             return None
-        self._counts.delivered += 1
+        if leased:
+            self._leases.begin(self._drawer.entry_of(batch, is_prefetched=queue is self.main_queue), queue)
+        else:
+            self._counts.delivered += 1
         if queue is not self.main_queue:
             self._queues.forget(queue)
         if cursor is not None:
             cursor.number, cursor.begun = batch.epoch, True
         return batch
 
-    def _hand_over(self, queue: TicketQueue, cursor: EpochCursor | None) -> Batch:
+    def _hand_over(self, queue: TicketQueue, cursor: EpochCursor | None, *, leased: bool) -> Batch:
         """The first batch of a queue goes to the first consumer."""
         entry = queue.hand_over()
         batch = entry.batch
         assert batch is not None
-        self._counts.delivered += 1
         if cursor is not None:
             cursor.number, cursor.begun = batch.epoch, True
         if self._chain.handed_over is not None:
             self._chain.handed_over(batch.data)
-        if self._table.listens_to_hand_over:
-            self._gate.submit(functools.partial(self._handed_over, entry.ticket), exclusive=True)
+        if leased:
+            self._leases.begin(entry, queue)
+        else:
+            self._taken(entry.ticket)
         if queue is not self.main_queue:
             self._queues.forget(queue)
         return batch
+
+    def _taken(self, ticket: Ticket) -> None:
+        """A consumer has a batch for good."""
+        self._counts.delivered += 1
+        if self._table.listens_to_hand_over:
+            self._gate.submit(functools.partial(self._handed_over, ticket), exclusive=True)
+
+    def end_lease(self, batch: Batch, *, is_done: bool) -> None:
+        """A consumer is done with a batch that it had on lease, or gives it back: it is then first in line.
+
+        Does nothing if another state was put in place meanwhile: the batch does not belong to that.
+        """
+        if is_done:
+            entry = self._leases.acknowledge(batch)
+            if entry is not None:
+                self._taken(entry.ticket)
+                if self._drawer.finished:
+                    self._queues.notify_all()
+        elif (queue := self._leases.give_back(batch)) is not None:
+            queue.notify()
 
     def _handed_over(self, ticket: Ticket) -> None:
         self._table.handed_over(ticket.draw, ticket.write_count)
         self._drawer.table_changed()
 
-    async def take(self, queue: TicketQueue, cursor: EpochCursor | None = None) -> Batch | None:
+    async def take(
+        self, queue: TicketQueue, cursor: EpochCursor | None = None, *, leased: bool = False
+    ) -> Batch | None:
         """Wait for the next batch of a queue.
 
         Args:
             queue: the queue.
             cursor: the only pass that is wanted; None for any batch.
+            leased: whether the consumer has it only until ``end_lease``.
 
         Returns:
             The batch; None when the pass has no more.
@@ -151,7 +182,7 @@ class Pipeline:
                 start = time.perf_counter()
                 await waiter.wake
                 self._counts.wait_seconds += time.perf_counter() - start
-            return None if self._is_over(queue, waiter) else self._hand_over(queue, cursor)
+            return None if self._is_over(queue, waiter) else self._hand_over(queue, cursor, leased=leased)
         except asyncio.CancelledError:
             self._counts.wait_seconds += time.perf_counter() - start if start else 0.0
             self.gave_up = self._blocked(queue)
@@ -185,6 +216,7 @@ class Pipeline:
             self._drawer.finished
             and not queue.entries
             and waiter.answered
+            and not self._leases  # what is out may come back
             and not self._table.may_draw(queue.batch_size)
         ):
             raise BufferClosedError("finish() was called: no item will come for the batch that was waited for")

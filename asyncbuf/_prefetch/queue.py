@@ -91,7 +91,11 @@ class Entry:
 
     def ready(self, data: Any) -> None:
         """Its transforms are done."""
-        self.batch = batch_of(data, *self.ticket)
+        self.made(batch_of(data, *self.ticket))
+
+    def made(self, batch: Batch) -> None:
+        """It is a batch."""
+        self.batch = batch
         self.progress = self.error = None
         self.stage = Stage.READY
         if self.loans:
@@ -373,6 +377,14 @@ class TicketQueue:
         entry.dropped = True
         self._place_all()
         return entry
+
+    def put_back(self, entry: Entry) -> None:
+        """A ticket that had left is here again, ahead of all later ones."""
+        later = 0
+        while later < len(self.entries) and self.entries[later].ticket.number < entry.ticket.number:
+            later += 1
+        self.entries.insert(later, entry)
+        self._place_all()
 
     def drop(self, *, spoken_for: bool = False) -> list[Entry]:
         """Take tickets out of the queue.
