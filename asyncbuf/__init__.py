@@ -51,7 +51,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
     WeightedSampler,
 )
-from asyncbuf.stats import BufferStats
+from asyncbuf.stats import BufferStats, Ledger
 from asyncbuf.storage import (
     ColumnStorage,
     CompressedStorage,
@@ -106,6 +106,7 @@ __all__ = [
     "Hindsight",
     "ImmutableDatasetWriter",
     "JoinedSampler",
+    "Ledger",
     "Limiter",
     "ListStorage",
     "MaxValueWriter",
