@@ -52,7 +52,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
     WeightedSampler,
 )
-from asyncbuf.stats import BufferStats
+from asyncbuf.stats import BufferStats, Ledger
 from asyncbuf.storage import (
     ColumnStorage,
     CompressedStorage,
@@ -108,6 +108,7 @@ __all__ = [
     "ImmutableDatasetWriter",
     "JoinedSampler",
     "Lease",
+    "Ledger",
     "Limiter",
     "ListStorage",
     "MaxValueWriter",

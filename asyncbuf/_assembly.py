@@ -19,7 +19,7 @@ from asyncbuf._table.table import Table
 from asyncbuf.checkpoint._buffer_state import BufferState, Config
 from asyncbuf.checkpoint._snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.stats import BufferStats
+from asyncbuf.stats import BufferStats, Ledger
 
 if TYPE_CHECKING:
     from asyncbuf._config import BufferConfig
@@ -127,12 +127,12 @@ class Assembly:
             TypeError: the sampler cannot end a pass; nothing has changed.
         """
         self.table.end_epoch()
-        return self.drawer.flush()
+        return self.drawer.flush("restart_epoch")
 
     def clear(self) -> None:
         """Forget items and tickets. In an exclusive turn of the history."""
         self.table.clear()
-        self.drawer.flush()
+        self.drawer.flush("empty")
 
     def queue(self, batch_size: int | None) -> TicketQueue:
         """The queue of a batch size; that of the buffer if None.
@@ -174,6 +174,22 @@ class Assembly:
             inline_gathers=gatherer.inline,
             thread_gathers=gatherer.elsewhere,
             stale_priorities=table.stale_priorities,
+            ledger=self.ledger(),
+        )
+
+    def ledger(self) -> Ledger:
+        """What became of items and tickets, at this moment."""
+        table, counts, tally = self.table, self.queues.counts, self.table.tally
+        return Ledger(
+            written=table.write_count,
+            stored=table.size,
+            evicted=tally.all_evicted(),
+            duplicates=tally.duplicates,
+            drawn=counts.drawn,
+            delivered=counts.delivered,
+            leased=len(self.leases),
+            queued=self.queues.queued,
+            dropped=dict(tally.dropped),
         )
 
     def why_blocked(self) -> str:

@@ -2,7 +2,80 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What became of every item and of every ticket, at one moment, since the buffer began; restarts included.
+
+    Two identities hold at every moment: ``written == stored + sum(evicted)`` and
+    ``drawn == delivered + leased + queued + sum(dropped)``. ``closes`` says whether they do, and ``str`` shows it all.
+
+    Attributes:
+        written: number of items ever written.
+        stored: number of items in the table.
+        evicted: number of items that left, by cause. ``overwritten``: newer items took their rows. ``not_kept``: the
+            writer did not keep them when they came. ``consumed``: the sampler let them go with their last batch.
+            ``let_go``: the sampler had no more use for them, as for a group that was filtered out. ``removed`` and
+            ``emptied``: by ``remove()`` and ``empty()``. ``earlier``: before a release that keeps such books.
+        duplicates: number of writes that were ignored, because their key or number had been seen.
+        drawn: number of tickets ever drawn.
+        delivered: number of batches handed to consumers.
+        leased: number of batches that were lent and are not acknowledged.
+        queued: number of tickets in the queues.
+        dropped: number of tickets that nobody got, by cause: ``skip``, ``flush``, ``empty``, ``restart_epoch``,
+            ``earlier``.
+    """
+
+    written: int = 0
+    stored: int = 0
+    evicted: Mapping[str, int] = field(default_factory=dict, hash=False)
+    duplicates: int = 0
+    drawn: int = 0
+    delivered: int = 0
+    leased: int = 0
+    queued: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def closes(self) -> bool:
+        """Whether every item and every ticket is accounted for."""
+        return not self.lost_items and not self.lost_tickets
+
+    @property
+    def lost_items(self) -> int:
+        """Number of items that are nowhere: 0; a negative number if some are in two places."""
+        return self.written - self.stored - sum(self.evicted.values())
+
+    @property
+    def lost_tickets(self) -> int:
+        """Number of tickets that are nowhere: 0; a negative number if some are in two places."""
+        return self.drawn - self.delivered - self.leased - self.queued - sum(self.dropped.values())
+
+    def __str__(self) -> str:
+        """A line for items, one for tickets."""
+        return "\n".join(
+            (
+                f"items:   {self.written} written = {self.stored} stored + {_sum('evicted', self.evicted)}"
+                f"{_lost(self.lost_items)}; {self.duplicates} duplicate write(s)",
+                f"tickets: {self.drawn} drawn = {self.delivered} delivered + {self.leased} leased + "
+                f"{self.queued} queued + {_sum('dropped', self.dropped)}{_lost(self.lost_tickets)}",
+            )
+        )
+
+
+def _sum(name: str, counts: Mapping[str, int]) -> str:
+    causes = ", ".join(f"{count} {cause}" for cause, count in counts.items())
+    return f"{sum(counts.values())} {name}" + (f" ({causes})" if causes else "")
+
+
+def _lost(count: int) -> str:
+    return f" + {count} LOST" if count > 0 else f" - {-count} TWICE" if count else ""
 
 
 class BufferStats(NamedTuple):
@@ -29,6 +102,7 @@ class BufferStats(NamedTuple):
         thread_gathers: number of gathers that ran in a thread.
         stale_priorities: number of rows whose priorities came too late: the item had been replaced or removed.
         leased: number of batches that consumers have on lease.
+        ledger: what became of every item and of every ticket.
     """
 
     size: int
@@ -49,3 +123,4 @@ class BufferStats(NamedTuple):
     thread_gathers: int
     stale_priorities: int = 0
     leased: int = 0
+    ledger: Ledger = Ledger()

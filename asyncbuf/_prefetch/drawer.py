@@ -64,6 +64,7 @@ class Drawer:
         self._in_order = in_order
         self._life = lifecycle
         self._counts = queues.counts
+        self._tally = table.tally
         self._went_on = went_on
         self._slices = _Slices(gate, lifecycle)
         self.finished = False
@@ -224,17 +225,22 @@ class Drawer:
         if entry is None:
             return None
         queue.notify()
-        self._dropped([entry])
+        self._dropped([entry], "skip")
         return entry.ticket.number
 
-    def flush(self) -> int:
-        """Drop every ticket that no call waits for: how many."""
+    def flush(self, cause: str = "flush") -> int:
+        """Drop every ticket that no call waits for: how many.
+
+        Args:
+            cause: why, for the ledger.
+        """
         dropped = [entry for queue in self._queues for entry in queue.drop()]
-        self._dropped(dropped)
+        self._dropped(dropped, cause)
         return len(dropped)
 
-    def _dropped(self, entries: Sequence[Entry]) -> None:
+    def _dropped(self, entries: Sequence[Entry], cause: str) -> None:
         self._counts.dropped += len(entries)
+        self._tally.drop(cause, len(entries))
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
         self._fetcher.dropped(entries)

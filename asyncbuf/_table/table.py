@@ -16,6 +16,7 @@ from asyncbuf._table import checks
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
+from asyncbuf._table.tally import Tally
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
 from asyncbuf.storage import Prepared
@@ -52,6 +53,7 @@ class Table:
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
+        tally: counts what leaves.
 
     Raises:
         ValueError: one of the parts belongs to another table.
@@ -77,6 +79,7 @@ class Table:
         if "use_tables" in sampler.hooks:
             sampler.use_tables(writer.tables)
         self._index = RowIndex(storage.capacity, writer)
+        self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
         self._open_for = _UNKNOWN
@@ -233,7 +236,13 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        self._index.wrote(placement)
+        index, runs = self._index, placement.runs
+        before = index.size
+        index.wrote(placement)
+        kept = runs[0].count if len(runs) == 1 else len(placement.rows)
+        tally = self.tally
+        tally.overwritten += kept + before - index.size
+        tally.not_kept += placement.offered - kept
         self._rows = None
         self._open_for = _UNKNOWN
 
@@ -279,21 +288,23 @@ class Table:
             self._call(self.sampler.check_write, event)
         shielded(self.wrote, placement, event)
 
-    def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
+    def remove(self, rows: Int64Array, write_count: int | None = None, *, cause: str = "removed") -> int:
         """Remove rows: how many left. An error leaves a part in a state that does not go with the rows.
 
         Args:
             rows: rows of the storage; those that are not valid are left out.
+            cause: why, for the ledger.
             write_count: number of items written when they were drawn: those that were replaced since are left out.
         """
-        return shielded(self._remove, rows, write_count)
+        return shielded(self._remove, rows, write_count, cause)
 
-    def _remove(self, rows: Int64Array, write_count: int | None) -> int:
+    def _remove(self, rows: Int64Array, write_count: int | None, cause: str) -> int:
         rows = first_of_each(rows)
         rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
         if not len(rows):
             return 0
         self._index.remove(rows)
+        self.tally.evict(cause, len(rows))
         self.changed()
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
@@ -311,12 +322,13 @@ class Table:
         """
         leaving = self._call(self.sampler.leaving)
         if leaving is not None:
-            self.remove(checks.row_numbers(leaving, self._capacity, "leaving"))
+            self.remove(checks.row_numbers(leaving, self._capacity, "leaving"), cause="let_go")
 
     def clear(self) -> None:
         """Forget every item."""
         shielded(self.storage.clear)
         shielded(self.writer.clear)
+        self.tally.evict("emptied", self._index.size)
         self._index.clear()
         self.changed()
         shielded(self.sampler.clear)
@@ -375,7 +387,7 @@ class Table:
         leaving = self._call(self.sampler.handed_over, draw)
         if leaving is None:
             return 0
-        return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
+        return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count, cause="consumed")
 
     def finish(self) -> None:
         """Tell the sampler that no more items will come."""
@@ -436,11 +448,12 @@ class Table:
         """Every part with a state, by name, in the order in which states are loaded.
 
         Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
-        Older checkpoints lack rows and limiter: those are then as in a new table.
+        Older checkpoints lack rows, limiter and ledger: those are then as in a new table.
         """
         yield "writer", self.writer
         yield "rows", self._index
         yield "limiter", self.limits
+        yield "ledger", self.tally
         yield "sampler", self.sampler
 
     def verify(self, stored: int) -> None:

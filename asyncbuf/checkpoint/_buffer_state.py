@@ -332,11 +332,13 @@ class RestorePlan:
             # Numbers go on, and with them the seeds of transforms. Which of the tickets were delivered is not known.
             drawn = table.limits.drawn
             self.tickets = replace(self.tickets, number=drawn, delivered=drawn)
+            table.tally.dropped = {}
         elif table.limits.drawn != self.tickets.number:
             raise CheckpointCorruptError(
                 f"limiter: expected {self.tickets.number} tickets drawn, as in the queue, found {table.limits.drawn}"
             )
         table.verify(table.storage.capacity if self._row_count is None else self._row_count)
+        table.tally.verify_dropped(self.tickets.dropped)
         return self.tickets.drawn_from(table.writer.write_count)
 
 

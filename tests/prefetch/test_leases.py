@@ -57,7 +57,7 @@ async def refused(buffer: ReplayBuffer, meanwhile: Callable[[], Awaitable[object
 
 def closes(buffer: ReplayBuffer) -> bool:
     stats = buffer.stats()
-    return stats.drawn == stats.delivered + stats.leased + stats.queued + stats.dropped
+    return stats.ledger.closes and stats.drawn == stats.delivered + stats.leased + stats.queued + stats.dropped
 
 
 @pytest.mark.parametrize("transform", [None, lambda data: data])

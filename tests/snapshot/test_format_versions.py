@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from asyncbuf import ReplayBuffer
 
-LATER_PARTS = ("rows", "limiter")
+LATER_PARTS = ("rows", "limiter", "ledger")
 LATER_CONTENT = ("lengths", "joins", "joined")
 
 
