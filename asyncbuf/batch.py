@@ -34,6 +34,18 @@ def _refuse(*_: Any) -> NoReturn:
 DataT_co = TypeVar("DataT_co", covariant=True, default=Any)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class _NoInfo(dict[str, Any]):
+    """What a sampler says that says nothing of its rows."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(
+            f'{key}: the sampler of this buffer says nothing of its rows (PrioritizedSampler has "weights", NStep in a '
+            'JoinedSampler has "discount")'
+        )
+
+
 _NUMBERS_TAG = "_asyncbuf_write_count"
 
 
@@ -174,7 +186,7 @@ class Batch(Generic[DataT_co]):
     @_read_only
     def info(self) -> Mapping[str, Any]:
         """What the sampler says of each row, such as weights: float ``[batch]``."""
-        return self._draw.info or {}
+        return self._draw.info or _NoInfo()
 
     @_read_only
     def number(self) -> int:

@@ -153,6 +153,10 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
             whose = "row of the batch" if is_batch else "index"
             raise ValueError(f"priority: expected {count} values, one per {whose}, found {value.numel()}")
         value = value.reshape(-1)
-    if not np.isfinite(value.numpy()).all():
-        raise ValueError("priority: expected finite values, found nan or infinity")
+    if not (is_finite := np.isfinite(value.numpy())).all():
+        odd = np.flatnonzero(~is_finite)
+        raise ValueError(
+            f"priority: expected finite values, found {len(odd)} of {count} that are nan or infinite, the first at "
+            f"position {odd[0]} (no priority was changed)"
+        )
     return value

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncbuf.storage._frozen import Frozen
 
 # Every checkpoint has these. Other parts came later: where an older checkpoint lacks one, it starts as in a new buffer.
+_OTHER_CAPACITY = " (load into a buffer of that capacity, and write its items into one of another)"
 _ALWAYS_SAVED = {"writer", "sampler", "transforms", "generator"}
 
 Complete: TypeAlias = "Callable[[Callable[[], None]], Snapshot]"
@@ -291,7 +292,7 @@ class RestorePlan:
             raise CheckpointCorruptError(f"snapshot: expected the kinds of its parts, found {config!r}")
         for name, kind in expected.items():
             same(config[name], kind, name)
-        same(config["capacity"], live.table.storage.capacity, "capacity")
+        same(config["capacity"], live.table.storage.capacity, "capacity", _OTHER_CAPACITY)
         batch_size = config["batch_size"]
         if batch_size is not None:
             natural(batch_size, "snapshot: expected batch_size", least=1)
