@@ -26,7 +26,7 @@ from asyncbuf.errors import (
     SupersededError,
     WrongLoopError,
 )
-from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MinSize, Queue, SampleToInsertRatio
 from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent

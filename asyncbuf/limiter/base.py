@@ -23,11 +23,18 @@ class Limiter:
         trusted: whether its methods may be called in the context and the torch modes of whoever happens to call. Not
             inherited: a subclass says so itself.
         holds_writers: whether ``may_write`` is asked. So it is in a class that defines it, unless it says otherwise.
+        needs_rows_to_leave: whether writers wait for rows to leave. A buffer refuses it with a sampler that lets none
+            leave, where they would wait for ever.
+        needs_batch_size: whether it looks at ``counters.batch_size``. A buffer without one refuses it.
+        counts_bytes: whether it looks at the bytes of items, which are not counted otherwise.
     """
 
     counts_draws: ClassVar[bool] = False
     holds_writers: ClassVar[bool] = False
     trusted: ClassVar[bool] = False
+    needs_rows_to_leave: ClassVar[bool] = False
+    needs_batch_size: ClassVar[bool] = False
+    counts_bytes: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note which questions the class answers itself."""
@@ -54,6 +61,9 @@ class Limiter:
 
         Returns:
             True, or ``NotYet`` with the reason in words and numbers.
+
+        Raises:
+            ValueError: so many can never be drawn at once; the call raises it instead of waiting for ever.
         """
         return True
 
@@ -63,6 +73,17 @@ class Limiter:
         Raises:
             ValueError: no buffer of this capacity ever lets a batch through.
         """
+
+    def check_batch(self, batch_size: int) -> None:
+        """Refuse at construction a batch size of the buffer with which nobody could go on one day.
+
+        Raises:
+            ValueError: it is one.
+        """
+
+    def __and__(self, other: Limiter) -> Limiter:
+        """A limiter that lets through what both do."""
+        return AllOf(self, other) if isinstance(other, Limiter) else NotImplemented
 
     def state_dict(self) -> dict[str, Any]:
         """What answers depend on beside the counters, as plain data in memory of its own. Settings are no state.
@@ -86,3 +107,6 @@ class Limiter:
         Raises:
             CheckpointCorruptError: it does not.
         """
+
+
+from asyncbuf.limiter._all_of import AllOf  # noqa: E402 (it is a limiter, and limiters are joined by it)
