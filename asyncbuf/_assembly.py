@@ -15,6 +15,7 @@ from asyncbuf._runtime.lifecycle import Lifecycle
 from asyncbuf._runtime.reentry import ReentryGuard
 from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
+from asyncbuf._table.noting import NotingTable
 from asyncbuf._table.table import Table
 from asyncbuf.checkpoint._buffer_state import BufferState, Config
 from asyncbuf.checkpoint._snapshotter import Snapshotter
@@ -59,7 +60,9 @@ class Assembly:
         storage.will_collate(config.collate_fn is None)
         self.life = Lifecycle()
         self.gate = HistoryGate()
-        self.table = Table(storage, config.writer, sampler, config.limiter, config.generator)
+        limiter = config.limiter
+        kind = NotingTable if limiter.counts_unread else Table
+        self.table = kind(storage, config.writer, sampler, limiter, config.generator, config.batch_size)
         self.guard = ReentryGuard()
         combine = sampler.combine if "combine" in sampler.hooks else None
         combines_at_once = sampler.combines_at_once and config.collate is None
@@ -76,7 +79,9 @@ class Assembly:
         # Others can make a batch that a transform waits for, unless all must wait for that transform.
         self.guard.helpers = 0 if chain.ordered else config.workers - 1
         threads = Threads(config.workers)
-        self.admission = Admission(self.table, self.guard) if config.limiter.holds_writers else None
+        self.admission = (
+            Admission(self.table, self.guard) if limiter.holds_writers or self.table.limits.notes_rows else None
+        )
         prefetch = Prefetch(
             self.table,
             chain,

@@ -58,7 +58,10 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         workers: how many batches are gathered and transformed at once, from 1. A large batch that is waited for is
             gathered by up to four threads together, one for each core.
         min_size: consumers wait until this many items are stored, from 1: short for ``limiter=MinSize(min_size)``.
-        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None.
+        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None. Several are joined by ``&``.
+        overwrite: ``"oldest"``: the ring overwrites the oldest item, read or not. ``"wait"``: writers wait while they
+            would overwrite an item that no ticket was drawn for; with a sampler whose items leave, while they would
+            overwrite any. Needs a ``RoundRobinWriter``.
         transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
@@ -85,6 +88,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         workers: int = 1,
         min_size: int | None = None,
         limiter: Limiter | None = None,
+        overwrite: str = "oldest",
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         device: torch.device | str | int | None = None,
@@ -100,6 +104,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             workers=workers,
             min_size=min_size,
             limiter=limiter,
+            overwrite=overwrite,
             transform=transform,
             collate_fn=collate_fn,
             device=device,

@@ -421,9 +421,11 @@ class Counters(NamedTuple):
         batch_size: that of the buffer; 0 if it has none.
         unread: number of stored items that no ticket was drawn for, if the sampler uses items up; with another one,
             the number of items written less that of rows drawn, from 0 to ``size``.
-        nbytes: bytes of the stored items, if the limiter counts them.
-        admitted_nbytes: bytes of the items that were admitted and are not written yet, if the limiter counts them.
-        offered_nbytes: bytes of the items that ``may_write`` is asked for, if the limiter counts them.
+        nbytes: bytes of the stored items, if the limiter ``counts_bytes``.
+        admitted_nbytes: bytes of the items that were admitted and are not written yet, likewise.
+        offered_nbytes: bytes of the items that ``may_write`` is asked for, likewise.
+        overwrites: how many stored items that no ticket was drawn for would be overwritten by those that ``may_write``
+            is asked for and those that were admitted, if the limiter ``counts_unread``.
     """
 
     size: int
@@ -437,3 +439,4 @@ class Counters(NamedTuple):
     nbytes: int = 0
     admitted_nbytes: int = 0
     offered_nbytes: int = 0
+    overwrites: int = 0

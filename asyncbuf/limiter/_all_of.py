@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from asyncbuf._plain.state import fields, same
 from asyncbuf.limiter.base import Limiter
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Answer, Counters, Rows
+
+_ANY = (
+    "counts_draws",
+    "holds_writers",
+    "needs_rows_to_leave",
+    "needs_batch_size",
+    "counts_bytes",
+    "counts_unread",
+)
 
 
 class AllOf(Limiter):
@@ -21,18 +30,19 @@ class AllOf(Limiter):
         limiters: the limiters, none of which is one of these.
     """
 
-    trusted: bool = False  # type: ignore[misc]  # as its parts are
+    trusted: bool = False  # type: ignore[misc]  # as its parts are, and so are those that follow
     counts_draws: bool = False  # type: ignore[misc]
     holds_writers: bool = False  # type: ignore[misc]
     needs_rows_to_leave: bool = False  # type: ignore[misc]
     needs_batch_size: bool = False  # type: ignore[misc]
     counts_bytes: bool = False  # type: ignore[misc]
+    counts_unread: bool = False  # type: ignore[misc]
 
     def __init__(self, *limiters: Limiter) -> None:
         parts = [limiter.limiters if isinstance(limiter, AllOf) else (limiter,) for limiter in limiters]
         self.limiters: tuple[Limiter, ...] = sum(parts, ())
         self.trusted = all(limiter.trusted for limiter in self.limiters)
-        for name in ("counts_draws", "holds_writers", "needs_rows_to_leave", "needs_batch_size", "counts_bytes"):
+        for name in _ANY:
             setattr(self, name, any(getattr(limiter, name) for limiter in self.limiters))
 
     def may_write(self, counters: Counters, items: int) -> Answer:

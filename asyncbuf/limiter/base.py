@@ -27,6 +27,7 @@ class Limiter:
             leave, where they would wait for ever.
         needs_batch_size: whether it looks at ``counters.batch_size``. A buffer without one refuses it.
         counts_bytes: whether it looks at the bytes of items, which are not counted otherwise.
+        counts_unread: whether it looks at ``counters.overwrites``, which is not found out otherwise.
     """
 
     counts_draws: ClassVar[bool] = False
@@ -35,6 +36,7 @@ class Limiter:
     needs_rows_to_leave: ClassVar[bool] = False
     needs_batch_size: ClassVar[bool] = False
     counts_bytes: ClassVar[bool] = False
+    counts_unread: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note which questions the class answers itself."""

@@ -16,7 +16,11 @@ class MaxAhead(Limiter):
     """Writers wait while items for so many batches are stored that no ticket was drawn for.
 
     It bounds how old data is when it is trained on. With a sampler that uses items up, those are the items that wait to
-    be drawn. With any other, it is the number of items written less that of rows drawn, and no more than are stored.
+    be drawn (of ``GroupSampler``, in complete groups). With any other, it is the number of items written less that of
+    rows drawn, from 0 to the number that is stored.
+
+    Let a write and a batch fit together: where a batch waits for ``batch_size`` items, writes of ``n`` items need
+    ``batches * batch_size`` to be at least ``batch_size - 1 + n``.
 
     Args:
         batches: how many batches, from 1. The buffer needs a batch size.
@@ -39,7 +43,7 @@ class MaxAhead(Limiter):
         if items > most:
             raise ValueError(
                 f"MaxAhead: expected at most {most} items in one write, {self.batches} batch(es) of "
-                f"{counters.batch_size}, found {items}"
+                f"{counters.batch_size}, found {items}: write them in parts, or let writers be more batches ahead"
             )
         ahead = counters.unread + counters.admitted
         if ahead + items <= most:

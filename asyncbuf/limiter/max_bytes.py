@@ -38,7 +38,10 @@ class MaxBytes(Limiter):
         """True while there is room for the bytes of the items."""
         offered = counters.offered_nbytes
         if offered > self.limit:
-            raise ValueError(f"MaxBytes: expected at most {self.limit} bytes in one write, found {offered}")
+            raise ValueError(
+                f"MaxBytes: expected at most {self.limit} bytes in one write, found {offered} in {items} item(s): "
+                "write them in parts, or raise the limit"
+            )
         stored = counters.nbytes + counters.admitted_nbytes
         if stored + offered <= self.limit:
             return True

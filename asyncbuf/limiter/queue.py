@@ -36,7 +36,10 @@ class Queue(Limiter):
     def may_write(self, counters: Counters, items: int) -> Answer:
         """True while there is room for the items."""
         if items > self.size:
-            raise ValueError(f"Queue: expected at most {self.size} items in one write, found {items}")
+            raise ValueError(
+                f"Queue: expected at most {self.size} items in one write, found {items}: write them in parts, or make "
+                "the queue larger"
+            )
         stored = counters.size + counters.admitted
         if stored + items <= self.size:
             return True

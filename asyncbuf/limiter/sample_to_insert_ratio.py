@@ -40,9 +40,7 @@ class SampleToInsertRatio(Limiter):
     holds_writers: ClassVar[bool] = True
     trusted: ClassVar[bool] = True
 
-    def __init__(
-        self, samples_per_insert: float, min_size: int, error_buffer: float | tuple[float, float]
-    ) -> None:
+    def __init__(self, samples_per_insert: float, min_size: int, error_buffer: float | tuple[float, float]) -> None:
         self._ratio = number(samples_per_insert, "samples_per_insert", above=0.0, example=4.0)
         self._min_size = count(min_size, "min_size", 1)
         middle = self._ratio * self._min_size
