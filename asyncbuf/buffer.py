@@ -19,6 +19,7 @@ from asyncbuf._runtime.arguments import instance_of, seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
+from asyncbuf._watch_methods import WatchMethods
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(FromDataset, SnapshotMethods, WatchMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._runtime.reentry import ReentryGuard
+    from asyncbuf._runtime.stalls import Stalls
     from asyncbuf._table.table import Table
     from asyncbuf.rows import Placement
 
@@ -74,15 +75,27 @@ class Admission:
     Args:
         table: whose limiter decides.
         guard: refuses to let a transform wait for the limiter, which may wait for the batch that it makes.
+        stalls: told of calls that wait.
     """
 
-    def __init__(self, table: Table, guard: ReentryGuard) -> None:
+    def __init__(self, table: Table, guard: ReentryGuard, stalls: Stalls) -> None:
         self._table = table
         self._guard = guard
         self._limits = table.limits
         # Ordered, so that taking the first and taking out any takes the same time however many there are.
         self._waiting: OrderedDict[_Writer, None] = OrderedDict()
         self._grants: set[Grant] = set()
+        self._stalls = stalls
+
+    @property
+    def calls(self) -> list[tuple[object, asyncio.Task[Any] | None]]:
+        """The calls that are held back, in order, each with its task."""
+        return [(writer, writer.task) for writer in self._waiting if not writer.wake.done()]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether items were admitted and are not written yet."""
+        return bool(self._grants)
 
     @property
     def waiting(self) -> int:
@@ -115,11 +128,15 @@ class Admission:
     async def _waited(self, items: int, nbytes: int) -> _Writer:
         writer = _Writer(items, nbytes)
         self._waiting[writer] = None
+        self._stalls.waits()
+        self._stalls.look_soon()
         try:
             await writer.wake
         except BaseException:
             self._leave(writer)
             raise
+        finally:
+            self._stalls.waited()
         return writer
 
     def _may_write(self, items: int, nbytes: int) -> bool:
