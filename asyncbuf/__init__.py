@@ -20,6 +20,7 @@ from asyncbuf.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointVersionError,
+    ItemsLostWarning,
     PrefetchError,
     ReadOnlyError,
     SchemaError,
@@ -27,7 +28,7 @@ from asyncbuf.errors import (
     WrongLoopError,
 )
 from asyncbuf.lease import Lease
-from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MinSize, Queue, SampleToInsertRatio
 from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
@@ -106,11 +107,14 @@ __all__ = [
     "GroupSampler",
     "Hindsight",
     "ImmutableDatasetWriter",
+    "ItemsLostWarning",
     "JoinedSampler",
     "Lease",
     "Ledger",
     "Limiter",
     "ListStorage",
+    "MaxAhead",
+    "MaxBytes",
     "MaxValueWriter",
     "MemmapStorage",
     "MinSize",
@@ -126,6 +130,7 @@ __all__ = [
     "PromptCounts",
     "PromptDataset",
     "PromptSource",
+    "Queue",
     "RaggedStorage",
     "RandomSampler",
     "ReadOnlyError",
@@ -137,6 +142,7 @@ __all__ = [
     "RowRange",
     "Rows",
     "Runs",
+    "SampleToInsertRatio",
     "Sampler",
     "SamplerWithoutReplacement",
     "SaveHandle",

@@ -13,8 +13,10 @@ from asyncbuf._prefetch.transforms import TransformChain
 from asyncbuf._runtime.arguments import count, fits_memory
 from asyncbuf._runtime.lifecycle import Lifecycle
 from asyncbuf._runtime.reentry import ReentryGuard
+from asyncbuf._runtime.stalls import Stalls
 from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
+from asyncbuf._table.noting import NotingTable
 from asyncbuf._table.table import Table
 from asyncbuf.checkpoint._buffer_state import BufferState, Config
 from asyncbuf.checkpoint._snapshotter import Snapshotter
@@ -40,6 +42,7 @@ class Assembly:
         gate: the history.
         table: storage, writer, sampler, limiter and generator.
         guard: knows which calls come from within the work that has to answer them.
+        stalls: looks after calls that wait, and after the tasks that are watched.
         admission: writers that the limiter holds back; None if it holds nobody back.
         writes: the way of an item.
         queues: tickets that nobody has taken, and the consumers that wait for them.
@@ -60,8 +63,11 @@ class Assembly:
         storage.will_collate(config.collate_fn is None)
         self.life = Lifecycle()
         self.gate = HistoryGate()
-        self.table = Table(storage, config.writer, sampler, config.limiter, config.generator)
+        limiter = config.limiter
+        kind = NotingTable if limiter.counts_unread else Table
+        self.table = kind(storage, config.writer, sampler, limiter, config.generator, config.batch_size)
         self.guard = ReentryGuard()
+        self.stalls = Stalls(self.life, self.gate, self.why_blocked)
         combine = sampler.combine if "combine" in sampler.hooks else None
         combines_at_once = sampler.combines_at_once and config.collate is None
         chain = TransformChain(
@@ -77,7 +83,11 @@ class Assembly:
         # Others can make a batch that a transform waits for, unless all must wait for that transform.
         self.guard.helpers = 0 if chain.ordered else config.workers - 1
         threads = Threads(config.workers)
-        self.admission = Admission(self.table, self.guard) if config.limiter.holds_writers else None
+        self.admission = (
+            Admission(self.table, self.guard, self.stalls)
+            if limiter.holds_writers or self.table.limits.notes_rows
+            else None
+        )
         prefetch = Prefetch(
             self.table,
             chain,
@@ -88,9 +98,12 @@ class Assembly:
             depth=config.prefetch,
             workers=config.workers,
             combine=combine if combines_at_once else None,
-            refuse=() if self.admission is None else (self.admission.refuse,),
+            refuse=(self.stalls.close,) if self.admission is None else (self.stalls.close, self.admission.refuse),
             went_on=None if self.admission is None else self.admission.changed,
+            stalls=self.stalls,
         )
+        is_certain = sampler.trusted and limiter.trusted
+        self.stalls.look_at(prefetch.pipeline, self.admission, is_certain=is_certain)
         self.queues = prefetch.queues
         self.leases = prefetch.leases
         self.drawer = prefetch.drawer

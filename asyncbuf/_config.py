@@ -10,7 +10,8 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from asyncbuf._runtime.arguments import count, fits_memory, flag, instance_of, shown
-from asyncbuf.limiter import Limiter, MinSize
+from asyncbuf.limiter import Limiter, MinSize, Queue
+from asyncbuf.limiter._keep_unread import KeepUnread
 from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.storage import Storage
 from asyncbuf.writer import RoundRobinWriter, Writer
@@ -18,6 +19,7 @@ from asyncbuf.writer import RoundRobinWriter, Writer
 # Far more than any use: a task belongs to each worker, and a batch to each ticket.
 MOST_PREFETCH, MOST_WORKERS = 1_000_000, 10_000
 INDEX_NBYTES = 8
+OVERWRITES = ("oldest", "wait")
 Transform: TypeAlias = Callable[..., Any]
 Collate: TypeAlias = Callable[[Any], Any]
 
@@ -31,6 +33,8 @@ class BufferConfig:
         sampler: which rows a batch takes.
         writer: which rows new items take.
         limiter: when writes and draws may happen.
+        overwrite: which items may make room for new ones.
+        own_limiter: ``limiter`` as it was handed in, without what ``overwrite`` adds to it.
         batch_size: number of items of a batch; None if each call says its own.
         prefetch: how many batches are prepared ahead of those asked for.
         workers: how many batches are gathered and transformed at once.
@@ -45,6 +49,8 @@ class BufferConfig:
     sampler: Sampler
     writer: Writer
     limiter: Limiter
+    overwrite: str
+    own_limiter: Limiter
     batch_size: int | None
     prefetch: int
     workers: int
@@ -66,6 +72,7 @@ class BufferConfig:
         workers: int = 1,
         min_size: int | None = None,
         limiter: Limiter | None = None,
+        overwrite: str = "oldest",
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Collate | None = None,
         device: torch.device | str | int | None = None,
@@ -79,11 +86,14 @@ class BufferConfig:
             ValueError: an argument is out of range, or does not fit another one.
         """
         instance_of(storage, Storage, "storage", example=_storage_for(storage), arguments="capacity")
+        sampler, writer, own_limiter = _sampler(sampler), _writer(writer), _limiter(limiter, min_size)
         config = cls(
             storage=storage,
-            sampler=_sampler(sampler),
-            writer=_writer(writer),
-            limiter=_limiter(limiter, min_size),
+            sampler=sampler,
+            writer=writer,
+            limiter=_waiting(overwrite, own_limiter, storage, sampler, writer),
+            overwrite=overwrite,
+            own_limiter=own_limiter,
             batch_size=None if batch_size is None else count(batch_size, "batch_size", 1, example=256),
             prefetch=count(prefetch, "prefetch", 0, most=MOST_PREFETCH, example=2),
             workers=count(workers, "workers", 1, most=MOST_WORKERS, example=2),
@@ -101,9 +111,22 @@ class BufferConfig:
             raise ValueError(f"batch_size: expected one, because prefetch is {self.prefetch}; found None")
         self.limiter.check(self.storage.capacity)
         self.writer.check(self.storage.capacity)
+        self._check_limiter()
         if self.batch_size is not None:
             fits_memory(self.batch_size, INDEX_NBYTES, "batch_size")
             self.sampler.check(self.storage.capacity, self.batch_size)
+
+    def _check_limiter(self) -> None:
+        limiter, batch_size = self.limiter, self.batch_size
+        if batch_size is not None:
+            limiter.check_batch(batch_size)
+        elif limiter.needs_batch_size:
+            raise ValueError(f"batch_size: expected one, because {limiter!r} counts batches; found None")
+        if limiter.needs_rows_to_leave and not lets_leave(self.sampler):
+            raise ValueError(
+                f"limiter: {limiter!r} lets writers wait until items leave; expected a sampler that uses items up, "
+                f"such as ConsumingSampler(), found {type(self.sampler).__name__}, which lets none leave"
+            )
 
     @property
     def collate(self) -> Collate | None:
@@ -115,9 +138,9 @@ class BufferConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments that make such a buffer again, without the generator."""
-        names = ("storage", "sampler", "writer", "limiter", "batch_size", "prefetch", "workers", "collate_fn")
+        names = ("storage", "sampler", "writer", "overwrite", "batch_size", "prefetch", "workers", "collate_fn")
         arguments = {name: getattr(self, name) for name in (*names, "device", "pin_memory")}
-        return {**arguments, "transform": list(self.transforms)}
+        return {**arguments, "limiter": self.own_limiter, "transform": list(self.transforms)}
 
 
 def _storage_for(value: Any) -> str:
@@ -150,6 +173,25 @@ def _limiter(value: Any, min_size: int | None) -> Limiter:
             f"limiter: expected either a limiter or min_size, which is short for MinSize({min_size}); found both"
         )
     return limiter
+
+
+def lets_leave(sampler: Sampler) -> bool:
+    """Whether a sampler lets items leave by itself."""
+    return bool(sampler.hooks & {"handed_over", "leaving"})
+
+
+def _waiting(overwrite: Any, limiter: Limiter, storage: Storage, sampler: Sampler, writer: Writer) -> Limiter:
+    """The limiter, with what keeps items that nobody has read from being overwritten, if that is wanted."""
+    if not isinstance(overwrite, str) or overwrite not in OVERWRITES:
+        raise ValueError(f"overwrite: expected one of {list(OVERWRITES)}, found {shown(overwrite)}")
+    if overwrite == "oldest":
+        return limiter
+    if type(writer) is not RoundRobinWriter:
+        raise ValueError(
+            f'overwrite: expected "oldest" with a {type(writer).__name__}, which chooses by itself what it overwrites, '
+            'found "wait", which needs a RoundRobinWriter'
+        )
+    return limiter & (Queue(storage.capacity) if lets_leave(sampler) else KeepUnread())
 
 
 def _generator(value: Any) -> torch.Generator:

@@ -19,6 +19,7 @@ from asyncbuf._runtime.arguments import instance_of, seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
+from asyncbuf._watch_methods import WatchMethods
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], WatchMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -59,7 +60,10 @@ class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], AsyncOn
         workers: how many batches are gathered and transformed at once, from 1. A large batch that is waited for is
             gathered by up to four threads together, one for each core.
         min_size: consumers wait until this many items are stored, from 1: short for ``limiter=MinSize(min_size)``.
-        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None.
+        limiter: when items may be written and batches drawn; ``MinSize(1)`` if None. Several are joined by ``&``.
+        overwrite: ``"oldest"``: the ring overwrites the oldest item, read or not. ``"wait"``: writers wait while they
+            would overwrite an item that no ticket was drawn for; with a sampler whose items leave, while they would
+            overwrite any. Needs a ``RoundRobinWriter``.
         transform: function, or list of functions, of the data of a batch (shapes ``[batch, *item]``), sync or async.
             Sync ones run in threads, unless they turn out to be quick. One that accepts ``generator`` gets a
             ``torch.Generator`` seeded from the ticket, so its randomness does not depend on workers or timing. One
@@ -86,6 +90,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], AsyncOn
         workers: int = 1,
         min_size: int | None = None,
         limiter: Limiter | None = None,
+        overwrite: str = "oldest",
         transform: Transform | Sequence[Transform] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         device: torch.device | str | int | None = None,
@@ -101,6 +106,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], AsyncOn
             workers=workers,
             min_size=min_size,
             limiter=limiter,
+            overwrite=overwrite,
             transform=transform,
             collate_fn=collate_fn,
             device=device,

@@ -20,7 +20,15 @@ class BufferClosedError(AsyncBufError):
 
 
 class BufferFailedError(AsyncBufError):
-    """The background work of the buffer ended unexpectedly. ``__cause__`` is the error that ended it."""
+    """The background work of the buffer ended unexpectedly. ``__cause__`` is the error that ended it.
+
+    Or a call waits for what nobody will do: a task died that ``buffer.watch`` was told of, and ``__cause__`` is what
+    it died of; or writers and consumers wait for each other. The buffer itself is whole then.
+    """
+
+
+class ItemsLostWarning(UserWarning):
+    """Items were overwritten that a sampler that uses items up had not handed out. Said once for each sampler."""
 
 
 class WrongLoopError(AsyncBufError, RuntimeError):

@@ -418,6 +418,14 @@ class Counters(NamedTuple):
         admitted: number of items that were admitted and are not written yet.
         drawn: number of tickets ever drawn.
         drawn_items: number of rows ever drawn, all tickets together.
+        batch_size: that of the buffer; 0 if it has none.
+        unread: number of stored items that no ticket was drawn for, if the sampler uses items up; with another one,
+            the number of items written less that of rows drawn, from 0 to ``size``.
+        nbytes: bytes of the stored items, if the limiter ``counts_bytes``.
+        admitted_nbytes: bytes of the items that were admitted and are not written yet, likewise.
+        offered_nbytes: bytes of the items that ``may_write`` is asked for, likewise.
+        overwrites: how many stored items that no ticket was drawn for would be overwritten by those that ``may_write``
+            is asked for and those that were admitted, if the limiter ``counts_unread``.
     """
 
     size: int
@@ -426,3 +434,9 @@ class Counters(NamedTuple):
     admitted: int
     drawn: int
     drawn_items: int
+    batch_size: int = 0
+    unread: int = 0
+    nbytes: int = 0
+    admitted_nbytes: int = 0
+    offered_nbytes: int = 0
+    overwrites: int = 0

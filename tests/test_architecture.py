@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("protocols", "stream", "_config", "_from_dataset", "prompts"),
     ("_assembly",),
-    ("lease",),
+    ("lease", "_watch_methods"),
     ("buffer",),
     ("testing",),
     ("_cli",),

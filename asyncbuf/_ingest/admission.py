@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 
@@ -12,16 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._runtime.reentry import ReentryGuard
+    from asyncbuf._runtime.stalls import Stalls
     from asyncbuf._table.table import Table
+    from asyncbuf.rows import Placement
 
 
 class Grant:
-    """Leave to write some items, which counts until they are written or given back."""
+    """Leave to write some items, which counts until they are written or given back.
 
-    __slots__ = ("items",)
+    Args:
+        items: how many.
+        nbytes: bytes of each.
+    """
 
-    def __init__(self, items: int) -> None:
+    __slots__ = ("items", "nbytes")
+
+    def __init__(self, items: int, nbytes: int) -> None:
         self.items = items
+        self.nbytes = nbytes
 
 
 class _Writer:
@@ -29,16 +37,20 @@ class _Writer:
 
     Attributes:
         items: how many it wants to write.
+        nbytes: bytes of each.
+        task: the task that waits.
         wake: resolved when it was admitted, or will not be.
         grant: what it was admitted with.
         error: why it will not be. Kept here and not in the future: an error that is raised out of a future holds the
             frames that hold the future.
     """
 
-    __slots__ = ("error", "grant", "items", "wake")
+    __slots__ = ("error", "grant", "items", "nbytes", "task", "wake")
 
-    def __init__(self, items: int) -> None:
+    def __init__(self, items: int, nbytes: int) -> None:
         self.items = items
+        self.nbytes = nbytes
+        self.task = asyncio.current_task()
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.grant: Grant | None = None
         self.error: BaseException | None = None
@@ -63,23 +75,35 @@ class Admission:
     Args:
         table: whose limiter decides.
         guard: refuses to let a transform wait for the limiter, which may wait for the batch that it makes.
+        stalls: told of calls that wait.
     """
 
-    def __init__(self, table: Table, guard: ReentryGuard) -> None:
+    def __init__(self, table: Table, guard: ReentryGuard, stalls: Stalls) -> None:
         self._table = table
         self._guard = guard
         self._limits = table.limits
         # Ordered, so that taking the first and taking out any takes the same time however many there are.
         self._waiting: OrderedDict[_Writer, None] = OrderedDict()
         self._grants: set[Grant] = set()
+        self._stalls = stalls
+
+    @property
+    def calls(self) -> list[tuple[object, asyncio.Task[Any] | None]]:
+        """The calls that are held back, in order, each with its task."""
+        return [(writer, writer.task) for writer in self._waiting if not writer.wake.done()]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether items were admitted and are not written yet."""
+        return bool(self._grants)
 
     @property
     def waiting(self) -> int:
         """Number of writers that are held back."""
         return len(self._waiting)
 
-    async def admit(self, items: int) -> Grant:
-        """Wait until so many items may be written. The caller then writes them, or gives them back.
+    async def admit(self, items: int, nbytes: int = 0) -> Grant:
+        """Wait until so many items, of so many bytes each, may be written. The caller writes them, or gives them back.
 
         A cancelled call was not admitted.
 
@@ -88,10 +112,10 @@ class Admission:
             AsyncBufError: they are held back, and the call comes from within a transform that makes a batch.
         """
         # Asked even if others wait: what can never be written is refused at once.
-        if self._may_write(items) and not self._waiting:
-            return self._granted(items)
+        if self._may_write(items, nbytes) and not self._waiting:
+            return self._granted(items, nbytes)
         with self._guard.waiting("extend() or add", why="the limiter may hold it back until that batch is handed over"):
-            writer = await self._waited(items)
+            writer = await self._waited(items, nbytes)
         if writer.grant is not None:
             return writer.grant
         assert writer.error is not None
@@ -101,23 +125,28 @@ class Admission:
         finally:
             del error  # it holds this frame, which must not hold it in turn
 
-    async def _waited(self, items: int) -> _Writer:
-        writer = _Writer(items)
+    async def _waited(self, items: int, nbytes: int) -> _Writer:
+        writer = _Writer(items, nbytes)
         self._waiting[writer] = None
+        self._stalls.waits()
+        self._stalls.look_soon()
         try:
             await writer.wake
         except BaseException:
             self._leave(writer)
             raise
+        finally:
+            self._stalls.waited()
         return writer
 
-    def _may_write(self, items: int) -> bool:
-        return bool(self._limits.may_write(self._table.rows, items))
+    def _may_write(self, items: int, nbytes: int) -> bool:
+        return bool(self._limits.may_write(self._table.rows, items, nbytes))
 
-    def _granted(self, items: int) -> Grant:
-        grant = Grant(items)
+    def _granted(self, items: int, nbytes: int) -> Grant:
+        grant = Grant(items, nbytes)
         self._grants.add(grant)
         self._limits.admitted += items
+        self._limits.admitted_nbytes += items * nbytes
         return grant
 
     def _leave(self, writer: _Writer) -> None:
@@ -133,12 +162,18 @@ class Admission:
         if self.end(grant):
             self.changed()
 
+    def wrote(self, grant: Grant, placement: Placement) -> None:
+        """End a grant, whose items are in the table now."""
+        if self.end(grant) and self._limits.notes_rows:
+            self._limits.wrote(placement.rows, grant.nbytes)
+
     def end(self, grant: Grant) -> bool:
-        """End a grant, whose items are in the table now; whether it had not ended before."""
+        """End a grant; whether it had not ended before."""
         if grant not in self._grants:
             return False
         self._grants.remove(grant)
         self._limits.admitted -= grant.items
+        self._limits.admitted_nbytes -= grant.items * grant.nbytes
         return True
 
     def changed(self) -> None:
@@ -149,7 +184,7 @@ class Admission:
                 del self._waiting[writer]  # cancelled: it has not been told yet
                 continue
             try:
-                if not self._may_write(writer.items):
+                if not self._may_write(writer.items, writer.nbytes):
                     return
             except BaseException as error:
                 del self._waiting[writer]
@@ -158,7 +193,7 @@ class Admission:
                     raise
             else:
                 del self._waiting[writer]
-                writer.admit(self._granted(writer.items))
+                writer.admit(self._granted(writer.items, writer.nbytes))
 
     def refuse(self, error: Callable[[], Exception]) -> None:
         """Tell everybody that waits that it will not be admitted."""
@@ -170,13 +205,13 @@ class Admission:
         """The event loop of those that waited or wrote was closed: none of them goes on."""
         self._waiting.clear()
         self._grants.clear()
-        self._limits.admitted = 0
+        self._limits.admitted = self._limits.admitted_nbytes = 0
 
     def blocked(self) -> list[str]:
         """In words, what the first of those that wait lacks."""
         if not self._waiting:
             return []
         first = next(iter(self._waiting))
-        answer = self._limits.may_write(self._table.rows, first.items)
+        answer = self._limits.may_write(self._table.rows, first.items, first.nbytes)
         reason = "its turn has come" if answer is True else answer.reason
         return [f"{len(self._waiting)} writer(s) wait for the limiter, the first with {first.items} item(s): {reason}"]

@@ -129,7 +129,7 @@ class WritePath:
     async def _write_admitted(
         self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
     ) -> Placement:
-        grant = await admission.admit(prepared.count)
+        grant = await admission.admit(prepared.count, self._table.limits.weigh(prepared))
         try:
             return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant)
         finally:
@@ -151,7 +151,7 @@ class WritePath:
             self._storage.write(prepared, placement.runs)
             self._table.commit(placement)
             if grant is not None:
-                self._end(grant)
+                self._end(grant, placement)
         if prepared.written is not None:
             prepared.written()
         self._draws.table_changed()
@@ -208,7 +208,7 @@ class WritePath:
             self._table.commit(placement)
         except BaseException as error:
             self._broken(error, "the items were written, but the writer did not take that")
-        self._end(grant)
+        self._end(grant, placement)
 
     async def _commit_in_parts(
         self, placement: Placement, event: WriteEvent | None, grant: Grant | None
@@ -238,10 +238,10 @@ class WritePath:
         finally:
             del cancelled
 
-    def _end(self, grant: Grant | None) -> None:
+    def _end(self, grant: Grant | None, placement: Placement) -> None:
         """The items are in the table: they do not count as admitted any more."""
         if grant is not None and self._admission is not None:
-            self._admission.end(grant)
+            self._admission.wrote(grant, placement)
 
     def _broken(self, error: BaseException, what: str) -> NoReturn:
         """A part has raised where it must not: its state does not go with the rows any more."""

@@ -40,6 +40,7 @@ class Drawer:
         in_order: knows which failed ticket holds up others.
         lifecycle: that of the buffer; nothing is drawn while it is not open.
         went_on: called after each draw and each change of the table; None if nobody waits for that.
+        starved: called where a consumer, whose turn has come or that had a chance, has no ticket.
 
     Attributes:
         finished: whether no more items will come.
@@ -55,6 +56,7 @@ class Drawer:
         in_order: InOrder,
         lifecycle: Lifecycle,
         went_on: Callable[[], None] | None = None,
+        starved: Callable[[], None] | None = None,
     ) -> None:
         self._table = table
         self._gate = gate
@@ -66,6 +68,7 @@ class Drawer:
         self._counts = queues.counts
         self._tally = table.tally
         self._went_on = went_on
+        self._starved = starved
         self._slices = _Slices(gate, lifecycle)
         self.finished = False
 
@@ -93,17 +96,23 @@ class Drawer:
         self.retry_first(queue)
         queue.answer(waiter)
         if waiter.answered or waiter.served:
-            self.fill(queue)
+            self._feed(queue)
 
     def table_changed(self) -> None:
         """The history went on: consumers that wait for data may have some now."""
         for queue in self._queues:
             if queue.starving:
-                self.fill(queue)
+                self._feed(queue)
         if self.finished:
             self._queues.notify_all()
         if self._went_on is not None:
             self._went_on()
+
+    def _feed(self, queue: TicketQueue) -> None:
+        """Draw what calls wait for, and tell where some still have no ticket."""
+        self.fill(queue)
+        if queue.starving and self._starved is not None:
+            self._starved()
 
     def fill(self, queue: TicketQueue) -> None:
         """Draw what the calls call for: all of it in this turn of the history, and much of it in several slices."""

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncbuf._prefetch.queue import Stage, TicketQueue, Waiter
 from asyncbuf.errors import BufferClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.leases import Leases
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueues
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.stalls import Stalls
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
     from asyncbuf.batch import Batch, Ticket
@@ -38,6 +41,7 @@ class Pipeline:
         in_order: knows which failed ticket holds up others.
         chain: the transforms.
         lifecycle: that of the buffer.
+        stalls: told of calls that wait.
 
     Attributes:
         gave_up: in words, what the last consumer that gave up waited for.
@@ -53,6 +57,7 @@ class Pipeline:
         in_order: InOrder,
         chain: TransformChain,
         lifecycle: Lifecycle,
+        stalls: Stalls,
     ) -> None:
         self._table = table
         self._gate = gate
@@ -63,6 +68,7 @@ class Pipeline:
         self._in_order = in_order
         self._chain = chain
         self._life = lifecycle
+        self._stalls = stalls
         self._held = False
         self._may_be_drawn_as_batch = chain.is_empty and not table.listens_to_hand_over
         self.main_queue = queues.main
@@ -179,6 +185,8 @@ class Pipeline:
             while not self._is_served(queue, waiter):
                 # Not in a coroutine of its own: of thousands that are cancelled at once, each keeps its frames.
                 waiter.wake = loop.create_future()
+                waiter.task = asyncio.current_task(loop)
+                self._stalls.waits()
                 start = time.perf_counter()
                 await waiter.wake
                 self._counts.wait_seconds += time.perf_counter() - start
@@ -203,6 +211,9 @@ class Pipeline:
             self._queues.forget(queue)
         if self._in_order.stuck is not None:
             self._queues.notify(is_stuck=True)
+        waiter.task = None
+        self._stalls.waited()
+        self._stalls.starved()
 
     def _is_served(self, queue: TicketQueue, waiter: Waiter) -> bool:
         """Whether the wait of a consumer is over: its batch is there, or its pass has no more.
@@ -220,6 +231,8 @@ class Pipeline:
             and not self._table.may_draw(queue.batch_size)
         ):
             raise BufferClosedError("finish() was called: no item will come for the batch that was waited for")
+        if waiter.failure is not None and waiter in queue.starving:
+            raise waiter.failure()
         if self._held or queue.first is not waiter:
             return False
         if self._is_over(queue, waiter):
@@ -267,6 +280,46 @@ class Pipeline:
         """Hand over again."""
         self._held = False
         self._queues.notify(is_stuck=self._in_order.stuck is not None)
+        self._stalls.starved()
+
+    # -- what calls wait for ------------------------------------------------------------------------------------------
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is handed over for now."""
+        return self._held
+
+    @property
+    def first_calls(self) -> list[object]:
+        """The first call of each queue."""
+        return [queue.first for queue in self._queues if queue.waiters]
+
+    @property
+    def starving(self) -> list[tuple[object, asyncio.Task[Any] | None]]:
+        """The calls that wait for a draw that is not possible, each with its task."""
+        return [(waiter, waiter.task) for queue in self._lacking() for waiter in queue.starving]
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether no ticket is left, and none of any size in use may be drawn now."""
+        return not self._queues.queued and not any(self._may_draw(size) for size in self._queues.sizes)
+
+    def refuse_starving(self, error: Callable[[], Exception]) -> None:
+        """Tell the calls that wait for a draw that is not possible."""
+        for queue in self._lacking():
+            for waiter in queue.starving:
+                waiter.failure = error
+                waiter.notify()
+
+    def _lacking(self) -> list[TicketQueue]:
+        return [queue for queue in self._queues if queue.starving and not self._may_draw(queue.batch_size)]
+
+    def _may_draw(self, batch_size: int) -> bool:
+        """Whether a draw is possible; also if it fails, which the calls are told by it."""
+        try:
+            return bool(self._table.may_draw(batch_size))
+        except Exception:
+            return True
 
     @property
     def waits_for_data(self) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from asyncbuf._prefetch.gather import Combine
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.stalls import Stalls
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
@@ -40,6 +41,7 @@ class Prefetch:
         combine: what ``Gatherer`` does about joins.
         refuse: told why, when nobody will be admitted any more: each ends the waiting of its own.
         went_on: called after each draw and each change of the table; None if nobody waits for that.
+        stalls: told of calls that wait.
 
     Attributes:
         queues: the tickets that nobody has taken, and the consumers that wait for them.
@@ -66,14 +68,17 @@ class Prefetch:
         combine: Combine | None = None,
         refuse: Sequence[Callable[[Callable[[], Exception]], None]] = (),
         went_on: Callable[[], None] | None = None,
+        stalls: Stalls,
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
         gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads, combine)
         leases = self.leases = Leases(queues)
         in_order = InOrder()
         fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing, in_order)
-        drawer = self.drawer = Drawer(table, gate, queues, gatherer, fetcher, in_order, lifecycle, went_on)
-        pipeline = self.pipeline = Pipeline(table, gate, queues, leases, drawer, in_order, chain, lifecycle)
+        drawer = self.drawer = Drawer(
+            table, gate, queues, gatherer, fetcher, in_order, lifecycle, went_on, stalls.starved
+        )
+        pipeline = self.pipeline = Pipeline(table, gate, queues, leases, drawer, in_order, chain, lifecycle, stalls)
         device_step = len(chain.steps) - 1 if chain.delivers else None
         self.standstill = Standstill(pipeline, drawer, queues, leases, fetcher, in_order, gate, lifecycle, device_step)
         self.background = Background(lifecycle, gate, queues, leases, fetcher, drawer, workers, refuse)

@@ -13,7 +13,7 @@ from asyncbuf.errors import PrefetchError
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from asyncbuf._prefetch.transforms import Partial
 
@@ -179,14 +179,18 @@ class Waiter:
         answered: whether its turn in the history has come.
         gone: whether it gave up.
         served: whether it has got its batch.
+        task: the task that waits; None while it does not wait.
+        failure: makes the error that it is told if it still has no ticket; None if it may wait.
     """
 
-    __slots__ = ("answered", "cursor", "gone", "served", "wake")
+    __slots__ = ("answered", "cursor", "failure", "gone", "served", "task", "wake")
 
     def __init__(self, cursor: EpochCursor | None) -> None:
         self.cursor = cursor
         self.wake: asyncio.Future[None] | None = None
         self.answered = self.gone = self.served = False
+        self.task: asyncio.Task[Any] | None = None
+        self.failure: Callable[[], Exception] | None = None
 
     def notify(self) -> None:
         """Let it look again."""
@@ -445,6 +449,11 @@ class TicketQueues:
     def __iter__(self) -> Iterator[TicketQueue]:
         """The queues that there are now."""
         return iter(list(self.by_size.values()))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes that were asked for, as far as that is kept."""
+        return list(self._offloads)
 
     @property
     def entries(self) -> list[Entry]:

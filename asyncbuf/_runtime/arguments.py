@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from numbers import Real
 from pathlib import Path
@@ -232,6 +233,28 @@ def fraction(value: Any, name: str, *, example: float) -> float:
     if not 0 <= value <= 1:
         raise ValueError(message)
     return float(value)
+
+
+def number(value: Any, name: str, *, above: float = -math.inf, example: float) -> float:
+    """Check that an argument is a finite number.
+
+    Args:
+        value: the argument.
+        name: name of the argument.
+        above: it must be larger than that.
+        example: a number that makes sense.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not finite, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, found {shown(value)}; for example {name}={example:g}")
+    found = float(value)
+    if not (math.isfinite(found) and found > above):
+        least = "" if above == -math.inf else f" above {above:g}"
+        raise ValueError(f"{name}: expected a finite number{least}, found {shown(value)}")
+    return found
 
 
 def cpu_tensor(value: Any, name: str, *, expected: str) -> torch.Tensor:

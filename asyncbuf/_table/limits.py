@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._plain.state import fields, same
+import numpy as np
+import torch
+
+from asyncbuf._plain.state import fields, int64s, same
 from asyncbuf._runtime.shield import shielded
+from asyncbuf._table.row_notes import RowBytes, UnreadRows
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Counters
+from asyncbuf.sampler import Sampler
 
 if TYPE_CHECKING:
     from asyncbuf.limiter import Limiter
-    from asyncbuf.rows import Answer, Rows
+    from asyncbuf.rows import Answer, Int64Array, Rows
+    from asyncbuf.storage import Prepared, Storage
+    from asyncbuf.writer import Writer
 
 
 class Limits:
@@ -19,17 +26,41 @@ class Limits:
 
     Args:
         limiter: the limiter.
+        storage: weighs items, if the limiter counts bytes.
+        writer: says which rows the next items take, if the limiter wants to know.
+        sampler: may know how many items wait.
+        batch_size: that of the buffer; None if it has none.
 
     Attributes:
         limiter: the limiter.
         drawn: number of tickets ever drawn.
         drawn_items: number of rows ever drawn, all tickets together.
         admitted: number of items that were admitted and are not written yet. Belongs to calls that wait: not saved.
+        admitted_nbytes: bytes of these, if the limiter counts them.
+        unread: the rows without a draw, if the limiter wants to know.
     """
 
-    def __init__(self, limiter: Limiter) -> None:
+    def __init__(
+        self, limiter: Limiter, storage: Storage, writer: Writer, sampler: Sampler, batch_size: int | None = None
+    ) -> None:
         self.limiter = limiter
-        self.drawn = self.drawn_items = self.admitted = 0
+        self.drawn = self.drawn_items = self.admitted = self.admitted_nbytes = 0
+        self._storage = storage
+        self._writer = writer
+        self._sampler = sampler
+        self._batch_size = batch_size or 0
+        self._knows_unread = type(sampler).unread is not Sampler.unread
+        self._bytes = RowBytes(storage.capacity) if limiter.counts_bytes else None
+        self.unread = UnreadRows(storage.capacity) if limiter.counts_unread else None
+        # What a checkpoint says nothing of, because another limiter was in force: found out once the rows are there.
+        self._lacks_bytes = self._lacks_unread = False
+
+    @property
+    def notes_rows(self) -> bool:
+        """Whether the limiter wants to know something of each row."""
+        return self._bytes is not None or self.unread is not None
+
+    # -- questions ----------------------------------------------------------------------------------------------------
 
     def may_draw(self, rows: Rows, items: int) -> Answer:
         """Whether a batch of so many items may be drawn."""
@@ -37,25 +68,97 @@ class Limits:
             return self.limiter.may_draw(self._counters(rows), items)
         return shielded(self.limiter.may_draw, self._counters(rows), items)
 
-    def may_write(self, rows: Rows, items: int) -> Answer:
-        """Whether so many items may be written.
+    def may_write(self, rows: Rows, items: int, nbytes: int = 0) -> Answer:
+        """Whether so many items, of so many bytes each, may be written.
 
         Raises:
             ValueError: they never can.
         """
-        return shielded(self.limiter.may_write, self._counters(rows), items)
+        counters = self._counters(rows, items * nbytes, self._overwrites(items, rows.capacity))
+        return shielded(self.limiter.may_write, counters, items)
 
-    def _counters(self, rows: Rows) -> Counters:
-        return Counters(rows.size, rows.capacity, rows.write_count, self.admitted, self.drawn, self.drawn_items)
+    def _counters(self, rows: Rows, offered_nbytes: int = 0, overwrites: int = 0) -> Counters:
+        return Counters(
+            rows.size,
+            rows.capacity,
+            rows.write_count,
+            self.admitted,
+            self.drawn,
+            self.drawn_items,
+            self._batch_size,
+            self._unread(rows),
+            self._nbytes(rows),
+            self.admitted_nbytes,
+            offered_nbytes,
+            overwrites,
+        )
+
+    def _unread(self, rows: Rows) -> int:
+        waiting = self._sampler.unread if self._knows_unread else None
+        if waiting is None:
+            waiting = max(0, rows.write_count - self.drawn_items)
+        return min(rows.size, waiting)
+
+    def _nbytes(self, rows: Rows) -> int:
+        if self._bytes is None:
+            return 0
+        if self._lacks_bytes:
+            self._lacks_bytes = False
+            if rows.size:
+                found = _valid(rows)
+                self._bytes.wrote(found, shielded(self._storage.weigh_rows, torch.from_numpy(found)))
+        return self._bytes.total
+
+    def _overwrites(self, items: int, capacity: int) -> int:
+        if self.unread is None or self.admitted + items > capacity:
+            return 0
+        return self.unread.count(self._writer.place(self.admitted + items, capacity).rows)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def weigh(self, prepared: Prepared) -> int:
+        """Bytes of each of some items, on average; 0 if nobody counts them."""
+        if self._bytes is None:
+            return 0
+        return -(-int(shielded(self._storage.weigh, prepared)) // prepared.count)
+
+    def wrote(self, rows: Int64Array, nbytes: int) -> None:
+        """Items of so many bytes each were written."""
+        if self._bytes is not None:
+            self._bytes.wrote(rows, nbytes)
+        if self.unread is not None:
+            self.unread.wrote(rows)
+
+    def removed(self, rows: Int64Array) -> None:
+        """Rows have left."""
+        if self._bytes is not None:
+            self._bytes.removed(rows)
+        if self.unread is not None:
+            self.unread.drawn(rows)
+
+    def clear(self) -> None:
+        """Every row has left."""
+        self._lacks_bytes = self._lacks_unread = False
+        if self._bytes is not None:
+            self._bytes.clear()
+        if self.unread is not None:
+            self.unread.clear()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters of draws; kind and state of the limiter."""
-        return {
+        """The counters of draws; kind and state of the limiter; what it wants to know of each row."""
+        state = {
             "kind": type(self.limiter).__name__,
             "drawn": self.drawn,
             "drawn_items": self.drawn_items,
             "state": self.limiter.state_dict(),
         }
+        if self._bytes is not None and not self._lacks_bytes:
+            state["nbytes"] = torch.from_numpy(self._bytes.saved())
+        if self.unread is not None:
+            state["unread"] = torch.from_numpy(self.unread.rows())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave out. Limiters without a state may be exchanged for each other.
@@ -63,15 +166,37 @@ class Limits:
         Raises:
             CheckpointMismatchError: a limiter with a state was of another kind.
         """
-        kind, drawn, drawn_items, saved = fields(state, "limiter", kind=str, drawn=int, drawn_items=int, state=dict)
+        kinds: dict[str, type] = dict(kind=str, drawn=int, drawn_items=int, state=dict)
+        noted = ("nbytes", "unread")
+        kinds |= {name: torch.Tensor for name in noted if isinstance(state, dict) and name in state}
+        kind, drawn, drawn_items, saved, *_ = fields(state, "limiter", **kinds)
         if saved or self.limiter.state_dict():
             same(kind, type(self.limiter).__name__, "limiter")
         if drawn_items < drawn or (drawn_items and not drawn):
             raise CheckpointCorruptError(
                 f"limiter: expected at least one row of each of {drawn} tickets, found {drawn_items} rows"
             )
+        nbytes, unread = (
+            int64s(state[name], f"limiter: expected {name}").copy() if name in state else None for name in noted
+        )
+        self._check_notes(nbytes, unread)
         self.limiter.load_state_dict(saved)
         self.drawn, self.drawn_items = drawn, drawn_items
+        self._load_notes(nbytes, unread)
+
+    def _check_notes(self, nbytes: Int64Array | None, unread: Int64Array | None) -> None:
+        capacity = self._storage.capacity
+        if nbytes is not None and (len(nbytes) != capacity or nbytes.min(initial=0) < 0):
+            raise CheckpointCorruptError(f"limiter: expected the bytes of {capacity} rows, found others")
+        if unread is not None and ((unread < 0) | (unread >= capacity)).any():
+            raise CheckpointCorruptError(f"limiter: expected rows below {capacity} that were not drawn, found others")
+
+    def _load_notes(self, nbytes: Int64Array | None, unread: Int64Array | None) -> None:
+        self._lacks_bytes, self._lacks_unread = nbytes is None, unread is None
+        if self._bytes is not None:
+            self._bytes.load(np.zeros(self._storage.capacity, np.int64) if nbytes is None else nbytes)
+        if self.unread is not None:
+            self.unread.load(np.empty(0, np.int64) if unread is None else unread)
 
     def count_again(self, drawn: int, batch_size: int) -> None:
         """Set the counters of draws by the number of tickets, for a checkpoint that does not have them.
@@ -81,7 +206,26 @@ class Limits:
             batch_size: rows that each is taken to have had.
         """
         self.drawn, self.drawn_items = drawn, drawn * max(1, batch_size)
+        self._load_notes(None, None)
 
     def verify(self, rows: Rows) -> None:
         """Refuse a state of the limiter that does not go with the rows."""
         self.limiter.verify(rows)
+        valid = np.zeros(rows.capacity, np.bool_)
+        if self.notes_rows:
+            valid[_valid(rows)] = True
+        if self._bytes is not None and self._bytes.of(np.flatnonzero(~valid)).any():
+            raise CheckpointCorruptError("limiter: expected bytes of stored items, found some of rows without an item")
+        if self.unread is None:
+            return
+        if self._lacks_unread:  # not known: to wait for draws loses nothing
+            self.unread.load(np.flatnonzero(valid))
+            self._lacks_unread = False
+        elif self.unread.count(np.flatnonzero(~valid)):
+            raise CheckpointCorruptError("limiter: expected stored items that were not drawn, found rows without one")
+
+
+def _valid(rows: Rows) -> Int64Array:
+    """The valid rows: int64 ``[size]``."""
+    found: Int64Array = rows.at(torch.arange(rows.size, device="cpu")).numpy()
+    return found

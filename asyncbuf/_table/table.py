@@ -47,6 +47,7 @@ class Table:
         sampler: which rows a batch takes.
         limiter: when items may be written and batches drawn.
         generator: randomness of the draws.
+        batch_size: that of the buffer, which the limiter may look at; None if it has none.
 
     Attributes:
         storage_calls: the storage, as it is called while items and batches come and go.
@@ -60,7 +61,13 @@ class Table:
     """
 
     def __init__(
-        self, storage: Storage, writer: Writer, sampler: Sampler, limiter: Limiter, generator: torch.Generator
+        self,
+        storage: Storage,
+        writer: Writer,
+        sampler: Sampler,
+        limiter: Limiter,
+        generator: torch.Generator,
+        batch_size: int | None = None,
     ) -> None:
         claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
@@ -68,7 +75,7 @@ class Table:
         self.writer = writer
         self.sampler = sampler
         self.generator = generator
-        self.limits = Limits(limiter)
+        self.limits = Limits(limiter, storage, writer, sampler, batch_size)
         self._checks_writes = "check_write" in sampler.hooks
         self._tells_events = "wrote" in sampler.hooks
         self._tells_rows = "written" in sampler.hooks
@@ -305,6 +312,7 @@ class Table:
             return 0
         self._index.remove(rows)
         self.tally.evict(cause, len(rows))
+        self.limits.removed(rows)
         self.changed()
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
@@ -330,6 +338,7 @@ class Table:
         shielded(self.writer.clear)
         self.tally.evict("emptied", self._index.size)
         self._index.clear()
+        self.limits.clear()
         self.changed()
         shielded(self.sampler.clear)
 

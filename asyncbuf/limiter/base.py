@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncbuf._plain.state import fields
+from asyncbuf._plain.state import fields, same
 
 if TYPE_CHECKING:
     from asyncbuf.rows import Answer, Counters, Rows
+
+_ANY = (
+    "counts_draws",
+    "holds_writers",
+    "needs_rows_to_leave",
+    "needs_batch_size",
+    "counts_bytes",
+    "counts_unread",
+)
 
 
 class Limiter:
@@ -23,11 +32,20 @@ class Limiter:
         trusted: whether its methods may be called in the context and the torch modes of whoever happens to call. Not
             inherited: a subclass says so itself.
         holds_writers: whether ``may_write`` is asked. So it is in a class that defines it, unless it says otherwise.
+        needs_rows_to_leave: whether writers wait for rows to leave. A buffer refuses it with a sampler that lets none
+            leave, where they would wait for ever.
+        needs_batch_size: whether it looks at ``counters.batch_size``. A buffer without one refuses it.
+        counts_bytes: whether it looks at the bytes of items, which are not counted otherwise.
+        counts_unread: whether it looks at ``counters.overwrites``, which is not found out otherwise.
     """
 
     counts_draws: ClassVar[bool] = False
     holds_writers: ClassVar[bool] = False
     trusted: ClassVar[bool] = False
+    needs_rows_to_leave: ClassVar[bool] = False
+    needs_batch_size: ClassVar[bool] = False
+    counts_bytes: ClassVar[bool] = False
+    counts_unread: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note which questions the class answers itself."""
@@ -54,6 +72,9 @@ class Limiter:
 
         Returns:
             True, or ``NotYet`` with the reason in words and numbers.
+
+        Raises:
+            ValueError: so many can never be drawn at once; the call raises it instead of waiting for ever.
         """
         return True
 
@@ -63,6 +84,17 @@ class Limiter:
         Raises:
             ValueError: no buffer of this capacity ever lets a batch through.
         """
+
+    def check_batch(self, batch_size: int) -> None:
+        """Refuse at construction a batch size of the buffer with which nobody could go on one day.
+
+        Raises:
+            ValueError: it is one.
+        """
+
+    def __and__(self, other: Limiter) -> Limiter:
+        """A limiter that lets through what both do."""
+        return AllOf(self, other) if isinstance(other, Limiter) else NotImplemented
 
     def state_dict(self) -> dict[str, Any]:
         """What answers depend on beside the counters, as plain data in memory of its own. Settings are no state.
@@ -86,3 +118,85 @@ class Limiter:
         Raises:
             CheckpointCorruptError: it does not.
         """
+
+
+class AllOf(Limiter):
+    """Lets through what each of several limiters lets through. Made by ``limiter & limiter``.
+
+    Args:
+        limiters: at least two.
+
+    Attributes:
+        limiters: the limiters, none of which is one of these.
+    """
+
+    trusted: bool = False  # type: ignore[misc]  # as its parts are, and so are those that follow
+    counts_draws: bool = False  # type: ignore[misc]
+    holds_writers: bool = False  # type: ignore[misc]
+    needs_rows_to_leave: bool = False  # type: ignore[misc]
+    needs_batch_size: bool = False  # type: ignore[misc]
+    counts_bytes: bool = False  # type: ignore[misc]
+    counts_unread: bool = False  # type: ignore[misc]
+
+    def __init__(self, *limiters: Limiter) -> None:
+        parts = [limiter.limiters if isinstance(limiter, AllOf) else (limiter,) for limiter in limiters]
+        self.limiters: tuple[Limiter, ...] = sum(parts, ())
+        self.trusted = all(limiter.trusted for limiter in self.limiters)
+        for name in _ANY:
+            setattr(self, name, any(getattr(limiter, name) for limiter in self.limiters))
+
+    def may_write(self, counters: Counters, items: int) -> Answer:
+        """What the first of them answers that does not answer with True."""
+        for limiter in self.limiters:
+            if limiter.holds_writers and not (answer := limiter.may_write(counters, items)):
+                return answer
+        return True
+
+    def may_draw(self, counters: Counters, items: int) -> Answer:
+        """What the first of them answers that does not answer with True."""
+        for limiter in self.limiters:
+            if not (answer := limiter.may_draw(counters, items)):
+                return answer
+        return True
+
+    def check(self, capacity: int) -> None:
+        """Ask each of them."""
+        for limiter in self.limiters:
+            limiter.check(capacity)
+
+    def check_batch(self, batch_size: int) -> None:
+        """Ask each of them."""
+        for limiter in self.limiters:
+            limiter.check_batch(batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kinds and states of those that have a state; nothing if none has."""
+        states = {str(i): limiter.state_dict() for i, limiter in enumerate(self.limiters)}
+        kinds = {str(i): type(limiter).__name__ for i, limiter in enumerate(self.limiters)}
+        return {"kinds": kinds, "states": states} if any(states.values()) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the states, if they are those of the same limiters."""
+        name = type(self).__name__
+        if not self.state_dict() and not state:
+            return
+        kinds, states = fields(state, name, kinds=dict, states=dict)
+        same(kinds, {str(i): type(limiter).__name__ for i, limiter in enumerate(self.limiters)}, f"{name}: limiters")
+        found = fields(states, name, **dict.fromkeys(kinds, dict))
+        before = [limiter.state_dict() for limiter in self.limiters]
+        try:
+            for limiter, saved in zip(self.limiters, found, strict=True):
+                limiter.load_state_dict(saved)
+        except BaseException:
+            for limiter, saved in zip(self.limiters, before, strict=True):
+                limiter.load_state_dict(saved)
+            raise
+
+    def verify(self, rows: Rows) -> None:
+        """Ask each of them."""
+        for limiter in self.limiters:
+            limiter.verify(rows)
+
+    def __repr__(self) -> str:
+        """As it was made."""
+        return " & ".join(map(repr, self.limiters))

@@ -240,6 +240,14 @@ class Sampler(ABC):
         """
 
     @property
+    def unread(self) -> int | None:
+        """Number of stored items that wait to be drawn, for a sampler that uses items up; None for any other.
+
+        For limiters: it becomes ``counters.unread``.
+        """
+        return None
+
+    @property
     def draw_unit(self) -> int:
         """What every batch size is a multiple of, such as the length of a slice; 1 for most samplers."""
         return 1

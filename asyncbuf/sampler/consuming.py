@@ -16,6 +16,7 @@ from asyncbuf.rows import NotYet
 from asyncbuf.sampler._distinct import distinct
 from asyncbuf.sampler._items import verify_items
 from asyncbuf.sampler._line import Line
+from asyncbuf.sampler._loss import warn_of_loss
 from asyncbuf.sampler._row_set import RowSet
 from asyncbuf.sampler.base import Sampler
 
@@ -38,8 +39,9 @@ class ConsumingSampler(Sampler):
 
     An item leaves when the last of its batches was handed over to a consumer. If a ticket is dropped instead (by
     ``skip``, ``flush``), its items are the next ones to be drawn, in their order. Items that are overwritten before
-    they were drawn that often are not drawn again, and are counted in ``lost``. A sampler cannot prevent that: a
-    limiter should hold writers back until rows are free.
+    they were drawn that often are not drawn again, and are counted in ``lost``; the first of them are worth an
+    ``ItemsLostWarning``. A sampler cannot prevent that: with ``overwrite="wait"``, or ``limiter=Queue(size)``, writers
+    wait until rows are free.
 
     After ``finish()``, fewer items may be left than a batch has. They make no batch; ``await buffer.sample(n)`` with a
     smaller ``n`` gets them, and ``waiting`` says how many there are.
@@ -88,6 +90,11 @@ class ConsumingSampler(Sampler):
         return self._waiting
 
     @property
+    def unread(self) -> int:
+        """The same, for limiters."""
+        return self._waiting
+
+    @property
     def lost(self) -> int:
         """Number of items so far that were overwritten, or not kept at all, before they were drawn ``times`` times."""
         return self._lost
@@ -100,10 +107,16 @@ class ConsumingSampler(Sampler):
             self._allocate(event.table.capacity)
         rows = event.rows.numpy()
         offered = event.table.write_count - event.first
-        self._lost += self._forget(rows) + offered - len(rows)
+        if lost := self._forget(rows) + offered - len(rows):
+            self._lose(lost)
         self._keys[rows] = event.numbers.numpy() + 1
         self._left[rows] = self._due[rows] = self._times
         self._wait(rows, self._fresh)
+
+    def _lose(self, count: int) -> None:
+        is_first, self._lost = not self._lost, self._lost + count
+        if is_first:
+            warn_of_loss(type(self).__name__, f"{count} item(s) left")
 
     def _wait(self, rows: Int64Array, line: Line) -> None:
         """Items may be drawn that could not before."""

@@ -15,6 +15,7 @@ from asyncbuf.rows import NotYet
 from asyncbuf.sampler._group_rows import Arrival, GroupRows, Stage
 from asyncbuf.sampler._items import verify_items
 from asyncbuf.sampler._kept_columns import KeptColumns
+from asyncbuf.sampler._loss import warn_of_loss
 from asyncbuf.sampler.base import Sampler
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class GroupSampler(Sampler):
         return self._groups.waiting
 
     @property
+    def unread(self) -> int:
+        """Number of items of these groups, for limiters."""
+        return self._groups.waiting * self._size
+
+    @property
     def incomplete(self) -> int:
         """Number of groups of which members are missing."""
         return len(self._groups.open)
@@ -227,6 +233,8 @@ class GroupSampler(Sampler):
         if stop >= coming.stop:
             self._coming = coming._replace(rows=rows[:0], missed=[], verdicts={}, arrival=None)
         self._refused += len(refused)
+        if lost and not self._lost:
+            warn_of_loss(type(self).__name__, f"items of {len(lost)} group(s) left")
         self._gone(lost)
         self._tell(refused, "filter")
 

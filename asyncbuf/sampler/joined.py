@@ -199,6 +199,11 @@ class JoinedSampler(Sampler):
         self._sampler.end_epoch()
 
     @property
+    def unread(self) -> int | None:
+        """As the sampler says."""
+        return self._sampler.unread
+
+    @property
     def epoch(self) -> int | None:
         """Number of the pass of the sampler."""
         return self._sampler.epoch

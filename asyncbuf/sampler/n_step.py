@@ -159,8 +159,6 @@ class NStep(Join):
             discounts[ended.reshape(len(ended), -1).any(axis=1) if ended.ndim > 1 else ended.astype(np.bool_)] = 0.0
         # With rewards [items, 1], discounts [items] would make targets [items, items].
         discounts = discounts.reshape(-1, *(1,) * (rewards.ndim - 2))
-        # With rewards [items, 1], discounts [items] would make targets [items, items].
-        discounts = discounts.reshape(-1, *(1,) * (rewards.ndim - 2))
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
         return total.astype(kind, copy=self.n == 1), steps, discounts
 

@@ -16,6 +16,7 @@ from asyncbuf.errors import CheckpointCorruptError, CheckpointMismatchError, Sch
 from asyncbuf.rows import NotYet
 from asyncbuf.sampler._items import verify_items
 from asyncbuf.sampler._line import Line
+from asyncbuf.sampler._loss import warn_of_loss
 from asyncbuf.sampler.base import Sampler
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class TokenBudgetSampler(Sampler):
         return self._waiting
 
     @property
+    def unread(self) -> int:
+        """The same, for limiters."""
+        return self._waiting
+
+    @property
     def lost(self) -> int:
         """Number of items so far that were overwritten, or not kept at all, before they were drawn."""
         return self._lost
@@ -149,12 +155,18 @@ class TokenBudgetSampler(Sampler):
         if not len(self._keys):
             self._allocate(event.table.capacity)
         rows, offered = event.rows.numpy(), event.offered[self._key]
-        self._lost += self._forget(rows) + len(offered) - len(rows)
+        if lost := self._forget(rows) + len(offered) - len(rows):
+            self._lose(lost)
         self._keys[rows] = event.numbers.numpy() + 1
         self._lengths[rows] = event.columns[self._key].reshape(-1)
         self._stages[rows] = _WAITING
         self._waiting += len(rows)
         self._line.push(rows, self._keys)
+
+    def _lose(self, count: int) -> None:
+        is_first, self._lost = not self._lost, self._lost + count
+        if is_first:
+            warn_of_loss(type(self).__name__, f"{count} item(s) left")
 
     def removed(self, indices: torch.Tensor, rows: Rows) -> None:
         """Items have left."""

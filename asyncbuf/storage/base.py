@@ -221,6 +221,14 @@ class Storage(ABC):
     def gather_nbytes(self, count: int) -> int:
         """Bytes that gathering ``count`` rows moves."""
 
+    def weigh(self, prepared: Prepared) -> int:
+        """Bytes of items that will be written, for a limiter that counts them; roughly, where that takes long."""
+        return prepared.nbytes
+
+    def weigh_rows(self, rows: torch.Tensor) -> int:
+        """Bytes of each of some stored items, on average: int64 ``[rows]``, at least one. After a restore."""
+        return self.gather_nbytes(len(rows)) // len(rows)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The contents as plain data (see ``asyncbuf._plain.codec.encode``), in memory of their own."""

@@ -90,6 +90,14 @@ class CompressedStorage(TensorStorage):
         """About how many bytes could be copied in the time that gathering ``count`` rows takes."""
         return _TIMES_A_COPY * super().gather_nbytes(count)
 
+    def weigh(self, prepared: Prepared) -> int:
+        """Bytes of the items as they are without compression."""
+        return prepared.count * (super().gather_nbytes(1) or prepared.nbytes // prepared.count)
+
+    def weigh_rows(self, rows: torch.Tensor) -> int:
+        """The same of each stored item."""
+        return super().gather_nbytes(1)
+
     def release(self, rows: torch.Tensor) -> None:
         """Let the memory of removed items go."""
         if self._rows is None:

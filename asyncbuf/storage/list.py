@@ -24,6 +24,7 @@ from asyncbuf.storage._columns import of_items
 from asyncbuf.storage._frozen import tensors_of
 from asyncbuf.storage._frozen_items import FrozenItems, new_versions
 from asyncbuf.storage._stacking import check_stackable, stacked
+from asyncbuf.storage._weight import mean_weight, weight
 from asyncbuf.storage.base import Prepared, Storage
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 _MANY = 100_000
 _STRUCTURE = "structure"  # of chunks before version 3 of a snapshot
+
+
+_MOST_WEIGHED = 256
 
 
 class ListStorage(Storage):
@@ -145,6 +149,17 @@ class ListStorage(Storage):
     def gather_nbytes(self, count: int) -> int:
         """Bytes of the references that are copied."""
         return 8 * count
+
+    def weigh(self, prepared: Prepared) -> int:
+        """About as many bytes as the items have in a checkpoint. Of a large write, only some items are looked at."""
+        items = prepared.payload
+        if len(items) <= _MOST_WEIGHED:
+            return round(sum(weight(item) for item in items))
+        return round(mean_weight(items) * len(items))
+
+    def weigh_rows(self, rows: torch.Tensor) -> int:
+        """The same of each of some stored items, on average."""
+        return round(mean_weight(self.gather(rows)))
 
     def state_dict(self) -> dict[str, Any]:
         """``chunks`` hold items from row 0 on, in columns (see ``asyncbuf._plain.columns``)."""
