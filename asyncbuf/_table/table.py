@@ -243,13 +243,12 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        index, runs = self._index, placement.runs
-        before = index.size
-        index.wrote(placement)
+        added, (offered, runs, _) = self._index.wrote(placement), placement
         kept = runs[0].count if len(runs) == 1 else len(placement.rows)
-        tally = self.tally
-        tally.overwritten += kept + before - index.size
-        tally.not_kept += placement.offered - kept
+        if added != kept:
+            self.tally.overwritten += kept - added
+        if offered != kept:
+            self.tally.not_kept += offered - kept
         self._rows = None
         self._open_for = _UNKNOWN
 
