@@ -18,6 +18,7 @@ from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.noting import NotingTable
 from asyncbuf._table.table import Table
+from asyncbuf._table.versioned import VersionedTable
 from asyncbuf.checkpoint._buffer_state import BufferState, Config
 from asyncbuf.checkpoint._snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
@@ -41,6 +42,7 @@ class Assembly:
         life: state and reason of the whole buffer.
         gate: the history.
         table: storage, writer, sampler, limiter and generator.
+        versions: the same, if it counts versions of the model; else None.
         guard: knows which calls come from within the work that has to answer them.
         stalls: looks after calls that wait, and after the tasks that are watched.
         admission: writers that the limiter holds back; None if it holds nobody back.
@@ -64,8 +66,13 @@ class Assembly:
         self.life = Lifecycle()
         self.gate = HistoryGate()
         limiter = config.limiter
-        kind = NotingTable if limiter.counts_unread else Table
-        self.table = kind(storage, config.writer, sampler, limiter, config.generator, config.batch_size)
+        parts = storage, config.writer, sampler, limiter, config.generator, config.batch_size
+        self.table: Table
+        self.versions: VersionedTable | None = None
+        if config.staleness is not None:
+            self.table = self.versions = VersionedTable(*parts, staleness=config.staleness)
+        else:
+            self.table = (NotingTable if limiter.counts_unread else Table)(*parts)
         self.guard = ReentryGuard()
         self.stalls = Stalls(self.life, self.gate, self.why_blocked)
         combine = sampler.combine if "combine" in sampler.hooks else None
@@ -125,6 +132,25 @@ class Assembly:
             if self.admission is not None:
                 self.admission.forget()
         self.freezer.recover()
+
+    def advance_version(self, version: int | None) -> int:
+        """A version of the model begins: its number. In an exclusive turn of the history.
+
+        Raises:
+            TypeError: nobody counts versions.
+            ValueError: the version is not a later one.
+        """
+        table = self.versions
+        if table is None:
+            raise TypeError("advance_version: expected a buffer made with staleness=Staleness(2), found one without")
+        if version is None:
+            version = table.version + 1
+        elif version < table.version:
+            raise ValueError(f"version: expected one from {table.version} on, the current one, found {version}")
+        table.advance(version)
+        self.drawer.drop_stale()
+        self.drawer.table_changed()
+        return version
 
     def finish(self) -> None:
         """No more items will come; writers that wait are told. In a turn of the history."""

@@ -295,6 +295,13 @@ def batch_of(data: Any, number: int, draw: Draw, seed: int, write_count: int) ->
     return batch
 
 
+def say_age(batch: Batch[Any], version: int) -> None:
+    """Say in ``info`` how many versions old the rows of a batch are that is being handed over."""
+    info = batch._draw.info
+    if "version" in info:
+        batch._draw = batch._draw._replace(info={**info, "age": (version - info["version"]).clamp_(min=0)})
+
+
 def ticket_of(batch: Batch[Any], seed: int) -> Ticket:
     """The ticket that ``batch_of`` has made a batch of."""
     return Ticket(batch._number, batch._draw, seed, batch._write_count)

@@ -19,6 +19,7 @@ from asyncbuf._runtime.arguments import instance_of, seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
+from asyncbuf._version_methods import VersionMethods
 from asyncbuf._watch_methods import WatchMethods
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from asyncbuf.batch import Batch
     from asyncbuf.limiter import Limiter
     from asyncbuf.sampler import Sampler
+    from asyncbuf.staleness import Staleness
     from asyncbuf.stats import BufferStats
     from asyncbuf.storage import Storage
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], WatchMethods, AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], VersionMethods, WatchMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -74,6 +76,8 @@ class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], WatchMe
         device: where the tensors of a batch go in the end; None leaves them on the CPU.
         pin_memory: whether they go through page-locked memory; needs an accelerator.
         generator: randomness of all draws; a freshly seeded one if None. Global generators are never used.
+        staleness: which version of the model made each item, and how old an item may get; None if nobody counts
+            versions.
 
     Raises:
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
@@ -96,6 +100,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], WatchMe
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        staleness: Staleness | None = None,
     ) -> None:
         config = BufferConfig.checked(
             storage,
@@ -112,6 +117,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, LeaseMethods[DataT_co], WatchMe
             device=device,
             pin_memory=pin_memory,
             generator=generator,
+            staleness=staleness,
         )
         self._config = config
         self._arguments, self._generator = config.arguments, config.generator

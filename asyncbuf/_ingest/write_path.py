@@ -17,8 +17,10 @@ from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
 from asyncbuf._table import checks
+from asyncbuf._table.versioned import VersionedTable
 from asyncbuf.batch import Batch, drawn_rows
 from asyncbuf.errors import AsyncBufError, BufferClosedError
+from asyncbuf.rows import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
-    from asyncbuf.rows import Int64Array, Placement, WriteEvent
+    from asyncbuf.rows import Int64Array, WriteEvent
     from asyncbuf.storage import Prepared
 
     Prepare = Callable[[Any], Prepared]
@@ -87,6 +89,7 @@ class WritePath:
         self.last_writer = LastWriter()
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
+        self._versions = table if isinstance(table, VersionedTable) else None
         self._most_at_once = _MOST_TOLD if table.takes_parts else sys.maxsize
 
     async def write(
@@ -97,6 +100,7 @@ class WritePath:
         table: Any = None,
         *,
         written: Callable[[], None] | None = None,
+        version: Any = None,
     ) -> Placement:
         """Write items: all of them or, with an error, none.
 
@@ -106,15 +110,20 @@ class WritePath:
             priority: the priorities of the items: float ``[items]``, or one number for all; None if they have none.
             table: name of the table that they go into; None if the writer has no tables.
             written: called in the step in which the items are in the table; must not fail.
+            version: the versions of the model that made the items: ints ``[items]``, or one for all; None if none was
+                said.
 
         Returns:
             Where they went.
         """
         self.check_writable()
-        if priority is not None or table is not None or written is not None:
+        if priority is not None or table is not None or written is not None or version is not None:
             if table is not None:
                 self._table.check_into(table)
-            prepare = functools.partial(_prepared, prepare, priority, {"table": table, "written": written})
+            if version is not None and self._versions is None:
+                raise TypeError("version: expected none, because the buffer was made without staleness; found one")
+            more = {"table": table, "written": written}
+            prepare = functools.partial(_prepared, prepare, priority, version, more)
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
@@ -158,10 +167,12 @@ class WritePath:
         return placement
 
     def _write_rows(self, prepared: Prepared, grant: Grant | None) -> Placement:
+        if self._versions is not None and self._versions.refuses(prepared):
+            return Placement(prepared.count, ())
         placement, event = self._place(prepared)
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
-        return placement
+        return placement if self._versions is None else self._versions.still_there(placement)
 
     def _place(self, prepared: Prepared) -> tuple[Placement, WriteEvent | None]:
         placement = self._table.place_items(prepared)
@@ -173,11 +184,17 @@ class WritePath:
         try:
             async with self._gate.turn(exclusive=True):
                 prepared = self._confirmed(prepared, prepare, items)
-                placement, event = shielded(self._place, prepared)
-                copied = self._threads.copy(self._storage.write, prepared, placement.runs)
-                cancelled = await finish(copied)
-                copied.result()
-                cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
+                cancelled = None
+                if self._versions is not None and shielded(self._versions.refuses, prepared):
+                    placement = Placement(prepared.count, ())
+                else:
+                    placement, event = shielded(self._place, prepared)
+                    copied = self._threads.copy(self._storage.write, prepared, placement.runs)
+                    cancelled = await finish(copied)
+                    copied.result()
+                    cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
+                    if self._versions is not None:
+                        placement = self._versions.still_there(placement)
                 if prepared.written is not None:
                     prepared.written()
                 self._draws.table_changed()
@@ -293,9 +310,11 @@ class WritePath:
         self._draws.table_changed()
 
 
-def _prepared(prepare: Prepare, priority: Any, more: dict[str, Any], items: Any) -> Prepared:
-    """Items that come with priorities, go into a table, or with something to do when they are written."""
+def _prepared(prepare: Prepare, priority: Any, version: Any, more: dict[str, Any], items: Any) -> Prepared:
+    """Items that come with priorities or versions, go into a table, or with something to do when they are written."""
     found = prepare(items)
+    if version is not None:
+        more = {**more, "version": checks.versions(version, found.count)}
     if priority is not None:
         if isinstance(priority, float):
             priority = np.float64(priority)  # not by way of float32

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.queue import Entry
+from asyncbuf._prefetch.entry import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
 from asyncbuf.batch import Batch, Draw, Ticket, batch_of, ticket_of
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # So many tickets are drawn in a row before anybody looks at the clock; then, for so many seconds in one step.
 _BURST = 8
 _SLICE_SECONDS = 0.003
+# Why a ticket is dropped, in the ledger.
+STALE = "stale"
 
 
 class Drawer:
@@ -236,6 +238,19 @@ class Drawer:
         queue.notify()
         self._dropped([entry], "skip")
         return entry.ticket.number
+
+    def drop_stale(self) -> None:
+        """Let go what is too old: tickets, also those that calls wait for, which get others; and stored items."""
+        is_too_old = self._table.is_too_old
+        dropped = [entry for queue in self._queues for entry in queue.take_out(lambda e: is_too_old(e.ticket.draw))]
+        if dropped:  # ahead of the items: what they give back to the sampler may be too old itself
+            self._dropped(dropped, STALE)
+        self._table.evict_stale()
+
+    def drop_returned(self, entry: Entry) -> None:
+        """Drop a ticket that came back from a consumer and is too old by now."""
+        entry.dropped = True
+        self._dropped([entry], STALE)
 
     def flush(self, cause: str = "flush") -> int:
         """Drop every ticket that no call waits for: how many.

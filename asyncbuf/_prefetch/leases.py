@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from asyncbuf._prefetch.queue import Entry, TicketQueue, TicketQueues
+    from asyncbuf._prefetch.entry import Entry
+    from asyncbuf._prefetch.queue import TicketQueue, TicketQueues
     from asyncbuf.batch import Batch
 
 
@@ -32,6 +33,10 @@ class Leases:
         assert batch is not None
         self._out[batch] = entry, queue.batch_size
         return batch
+
+    def entry(self, batch: Batch) -> Entry | None:
+        """The ticket of a batch; None if another state was put in place meanwhile."""
+        return self._out.get(batch, (None, 0))[0]
 
     def acknowledge(self, batch: Batch) -> Entry | None:
         """The consumer is done with it: the ticket, or None if another state was put in place meanwhile."""

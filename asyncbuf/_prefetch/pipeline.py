@@ -11,7 +11,9 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._prefetch.queue import Stage, TicketQueue, Waiter
+from asyncbuf._prefetch.entry import Stage
+from asyncbuf._prefetch.queue import TicketQueue, Waiter
+from asyncbuf.batch import say_age
 from asyncbuf.errors import BufferClosedError
 
 if TYPE_CHECKING:
@@ -107,6 +109,8 @@ class Pipeline:
         batch = self._drawer.draw_batch(queue)
         if batch is None:
             return None
+        if self._table.version is not None:
+            say_age(batch, self._table.version)
         if leased:
             self._leases.begin(self._drawer.entry_of(batch, is_prefetched=queue is self.main_queue), queue)
         else:
@@ -124,6 +128,8 @@ class Pipeline:
         assert batch is not None
         if cursor is not None:
             cursor.number, cursor.begun = batch.epoch, True
+        if self._table.version is not None:
+            say_age(batch, self._table.version)
         if self._chain.handed_over is not None:
             self._chain.handed_over(batch.data)
         if leased:
@@ -143,7 +149,8 @@ class Pipeline:
     def end_lease(self, batch: Batch, *, is_done: bool) -> None:
         """A consumer is done with a batch that it had on lease, or gives it back: it is then first in line.
 
-        Does nothing if another state was put in place meanwhile: the batch does not belong to that.
+        One that is too old by then is dropped. Does nothing if another state was put in place meanwhile, to which the
+        batch does not belong.
         """
         if is_done:
             entry = self._leases.acknowledge(batch)
@@ -151,8 +158,15 @@ class Pipeline:
                 self._taken(entry.ticket)
                 if self._drawer.finished:
                     self._queues.notify_all()
+        elif (entry := self._leases.entry(batch)) is not None and self._table.is_too_old(entry.ticket.draw):
+            self._gate.submit(functools.partial(self._drop, batch))
         elif (queue := self._leases.give_back(batch)) is not None:
             queue.notify()
+
+    def _drop(self, batch: Batch) -> None:
+        entry = self._leases.acknowledge(batch)
+        if entry is not None:
+            self._drawer.drop_returned(entry)
 
     def _handed_over(self, ticket: Ticket) -> None:
         self._table.handed_over(ticket.draw, ticket.write_count)

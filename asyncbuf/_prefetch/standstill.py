@@ -6,18 +6,19 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncbuf._prefetch.queue import Loan
+from asyncbuf._prefetch.entry import Loan
 from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.drawer import Drawer
+    from asyncbuf._prefetch.entry import Entry
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.in_order import InOrder
     from asyncbuf._prefetch.leases import Leases
     from asyncbuf._prefetch.pipeline import Pipeline
-    from asyncbuf._prefetch.queue import Entry, TicketQueues
+    from asyncbuf._prefetch.queue import TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
 
@@ -235,5 +236,6 @@ class Standstill:
         self._fetcher.dropped(unseen)
         if self._life.reason is None:
             self._fetcher.go_on([entry for entry in self._queues.entries if not entry.settled])
+        self._drawer.drop_stale()  # the buffer may be stricter than the one that was saved
         self._queues.notify(is_stuck=self._in_order.stuck is not None)
         self._gate.submit(self._drawer.table_changed)

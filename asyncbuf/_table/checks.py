@@ -160,3 +160,21 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
             f"position {odd[0]} (no priority was changed)"
         )
     return value
+
+
+def versions(version: Any, count: int) -> Int64Array:
+    """Versions that a caller hands in for so many items: of each, int64 ``[items]``, or one for all, ``[]``.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are more or fewer, or one is not from 0 to 2**53.
+    """
+    value = _tensor(version, "version", "integers")
+    if value.dtype is torch.bool or value.is_floating_point() or value.is_complex():
+        raise TypeError(f"version: expected an integer, or one for each item, found {value.dtype}")
+    found: Int64Array = value.to(torch.int64).numpy().copy()
+    if found.ndim and found.shape != (count,):
+        raise ValueError(f"version: expected one for all items, or {count}, found {list(found.shape)}")
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= 2**53:
+        raise ValueError(f"version: expected numbers from 0, found {found.reshape(-1)[:4].tolist()}")
+    return found

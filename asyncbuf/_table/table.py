@@ -105,6 +105,11 @@ class Table:
         return rows
 
     @property
+    def version(self) -> int | None:
+        """The version of the model that makes items now; None if nobody counts versions."""
+        return None
+
+    @property
     def takes_parts(self) -> bool:
         """Whether the sampler may be told of a write in parts."""
         return self._tells_events and self.sampler.trusted
@@ -188,6 +193,14 @@ class Table:
             raise TypeError(f"table: expected one of {list(tables)}, found {shown(table)}")
         if table not in tables:
             raise ValueError(f"table: expected one of {list(tables)}, found {shown(table)}")
+
+    def evict_stale(self) -> int:
+        """Items that are too old leave: how many."""
+        return 0
+
+    def is_too_old(self, draw: Draw) -> bool:
+        """Whether a draw has a row whose item is too old now."""
+        return False
 
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
@@ -311,7 +324,7 @@ class Table:
             return 0
         self._index.remove(rows)
         self.tally.evict(cause, len(rows))
-        self.limits.removed(rows)
+        self._left(rows)
         self.changed()
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
@@ -321,6 +334,10 @@ class Table:
         if self._lets_go:
             self.let_go()
         return len(rows)
+
+    def _left(self, rows: Int64Array) -> None:
+        """Rows have no item any more."""
+        self.limits.removed(rows)
 
     def let_go(self) -> None:
         """Remove the rows for which the sampler has no more use. In an exclusive turn.
