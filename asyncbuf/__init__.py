@@ -2,6 +2,7 @@
 
 from asyncbuf import integrations as integrations
 from asyncbuf._ingest.n_step_adder import NStepAdder
+from asyncbuf._ingest.producer import Producer
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -121,6 +122,7 @@ __all__ = [
     "Prepared",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "Producer",
     "PromptCounts",
     "PromptDataset",
     "PromptSource",

@@ -59,7 +59,7 @@ class Assembly:
         storage.will_collate(config.collate_fn is None)
         self.life = Lifecycle()
         self.gate = HistoryGate()
-        self.table = Table(storage, config.writer, sampler, config.limiter, config.generator)
+        self.table = Table(storage, config.writer, sampler, config.limiter, config.generator, config.key_window)
         self.guard = ReentryGuard()
         combine = sampler.combine if "combine" in sampler.hooks else None
         combines_at_once = sampler.combines_at_once and config.collate is None

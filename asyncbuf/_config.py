@@ -10,6 +10,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from asyncbuf._runtime.arguments import count, fits_memory, flag, instance_of, shown
+from asyncbuf._table.deliveries import DEFAULT_WINDOW
 from asyncbuf.limiter import Limiter, MinSize
 from asyncbuf.sampler import RandomSampler, Sampler
 from asyncbuf.storage import Storage
@@ -39,6 +40,7 @@ class BufferConfig:
         device: where the tensors of a batch go in the end; None leaves them where they are.
         pin_memory: whether they go through page-locked memory.
         generator: randomness of all draws.
+        key_window: how many keys of writes are kept.
     """
 
     storage: Storage
@@ -53,6 +55,7 @@ class BufferConfig:
     device: torch.device | None
     pin_memory: bool
     generator: torch.Generator
+    key_window: int = DEFAULT_WINDOW
 
     @classmethod
     def checked(
@@ -71,6 +74,7 @@ class BufferConfig:
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> Self:
         """Check the arguments of ``ReplayBuffer``, alone and against each other.
 
@@ -92,6 +96,7 @@ class BufferConfig:
             device=_device(device),
             pin_memory=flag(pin_memory, "pin_memory"),
             generator=_generator(generator),
+            key_window=count(key_window, "key_window", 1, example=DEFAULT_WINDOW),
         )
         config._check_together()
         return config
@@ -116,7 +121,7 @@ class BufferConfig:
     def arguments(self) -> dict[str, Any]:
         """The arguments that make such a buffer again, without the generator."""
         names = ("storage", "sampler", "writer", "limiter", "batch_size", "prefetch", "workers", "collate_fn")
-        arguments = {name: getattr(self, name) for name in (*names, "device", "pin_memory")}
+        arguments = {name: getattr(self, name) for name in (*names, "device", "pin_memory", "key_window")}
         return {**arguments, "transform": list(self.transforms)}
 
 

@@ -6,19 +6,21 @@ import asyncio
 import functools
 import types
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import torch
 
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
 from asyncbuf._from_dataset import FromDataset
+from asyncbuf._ingest.delivery_methods import DeliveryMethods
 from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._prefetch.queue import EpochCursor
 from asyncbuf._runtime.arguments import instance_of, seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
+from asyncbuf._table.deliveries import DEFAULT_WINDOW
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from asyncbuf._config import Transform
+    from asyncbuf._table.deliveries import Key
     from asyncbuf.batch import Batch
     from asyncbuf.limiter import Limiter
     from asyncbuf.sampler import Sampler
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(FromDataset, SnapshotMethods, DeliveryMethods, AsyncOnly, Generic[DataT_co]):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -69,6 +72,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         device: where the tensors of a batch go in the end; None leaves them on the CPU.
         pin_memory: whether they go through page-locked memory; needs an accelerator.
         generator: randomness of all draws; a freshly seeded one if None. Global generators are never used.
+        key_window: how many keys are kept of writes that have one, those written last, from 1.
 
     Raises:
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
@@ -90,6 +94,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> None:
         config = BufferConfig.checked(
             storage,
@@ -105,6 +110,7 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             device=device,
             pin_memory=pin_memory,
             generator=generator,
+            key_window=key_window,
         )
         self._config = config
         self._arguments, self._generator = config.arguments, config.generator
@@ -202,11 +208,20 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    async def extend(self, items: Any, *, priority: Any = None, table: str | None = None) -> torch.Tensor:
+    @overload
+    async def extend(
+        self, items: Any, *, priority: Any = None, table: str | None = None, key: None = None
+    ) -> torch.Tensor: ...
+    @overload
+    async def extend(self, items: Any, *, priority: Any = None, table: str | None = None, key: Key) -> bool: ...
+    async def extend(
+        self, items: Any, *, priority: Any = None, table: str | None = None, key: Key | None = None
+    ) -> torch.Tensor | bool:
         """Write items: all of them or, with an error, none.
 
         A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
-        with more than 1 MiB, all of them are written before the call ends as cancelled.
+        with more than 1 MiB, all of them are written before the call ends as cancelled. With a key it may simply be
+        made again.
 
         Args:
             items: a tree whose leaves have shape ``[items, *item]``, which are copied; for ``ListStorage`` a sequence
@@ -214,27 +229,42 @@ class ReplayBuffer(FromDataset, SnapshotMethods, AsyncOnly, Generic[DataT_co]):
             priority: for a sampler with priorities, those of the items: float ``[items]``, or one number for all. None
                 leaves them to the sampler.
             table: with a ``TableWriter``, name of the table that the items go into.
+            key: what the whole write is known by, a str or an int of 64 bits. If it is among the last ``key_window``
+                keys that were written, nothing is written, and ``stats().ledger.duplicates`` counts it.
 
         Returns:
-            The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
+            The rows of the items that stay, in order: int64 ``[min(items, capacity)]``. With a key instead: whether it
+            was new, so that the items were written.
 
         Raises:
             SchemaError: keys, shapes or dtypes differ from those of the items before, or there is no item.
             BufferClosedError: the buffer was closed, or ``finish`` was called.
             BufferFailedError: the background work ended.
-            TypeError, ValueError: there is no such table.
+            TypeError, ValueError: there is no such table, or the key is none.
         """
         await self._turn()
+        if key is not None:
+            return await self._write_once(self._prepare, items, key, priority, table)
         placement = await self._writes.write(self._prepare, items, priority, table)
         return torch.from_numpy(placement.rows)
 
-    async def add(self, item: Any, *, priority: Any = None, table: str | None = None) -> int | None:
+    @overload
+    async def add(
+        self, item: Any, *, priority: Any = None, table: str | None = None, key: None = None
+    ) -> int | None: ...
+    @overload
+    async def add(self, item: Any, *, priority: Any = None, table: str | None = None, key: Key) -> bool: ...
+    async def add(
+        self, item: Any, *, priority: Any = None, table: str | None = None, key: Key | None = None
+    ) -> int | bool | None:
         """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
 
         Returns:
-            Its row; None if the writer does not keep it.
+            Its row; None if the writer does not keep it. With a key instead: whether it was new.
         """
         await self._turn()
+        if key is not None:
+            return await self._write_once(self._prepare_one, item, key, priority, table)
         runs = (await self._writes.write(self._prepare_one, item, priority, table)).runs
         return runs[0].row if runs else None
 

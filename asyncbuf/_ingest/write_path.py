@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 import torch
 
+from asyncbuf._ingest.claims import DuplicateError
 from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.shield import shielded
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._ingest.admission import Admission, Grant
+    from asyncbuf._ingest.claims import Claim
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
@@ -97,6 +99,7 @@ class WritePath:
         table: Any = None,
         *,
         written: Callable[[], None] | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> Placement:
         """Write items: all of them or, with an error, none.
 
@@ -106,6 +109,7 @@ class WritePath:
             priority: the priorities of the items: float ``[items]``, or one number for all; None if they have none.
             table: name of the table that they go into; None if the writer has no tables.
             written: called in the step in which the items are in the table; must not fail.
+            begin: called in the turn of the write, before anything changes; an error of it refuses the write.
 
         Returns:
             Where they went.
@@ -118,30 +122,72 @@ class WritePath:
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
-            return await self._write_admitted(self._admission, prepared, prepare, items)
+            return await self._write_admitted(self._admission, prepared, prepare, items, begin)
         if self._is_small(prepared) and self._gate.is_free_for_writes:
+            if begin is not None:
+                return self._gate.run_now(self._write_begun, prepared, None, begin)
             return self._gate.run_now(self._write_here, prepared)
-        return await self._write_in_turn(prepared, prepare, items)
+        return await self._write_in_turn(prepared, prepare, items, None, begin)
+
+    async def write_once(
+        self, claim: Claim, prepare: Prepare, items: Any, priority: Any = None, table: Any = None
+    ) -> bool:
+        """Write items, unless they were written before; otherwise as ``write``.
+
+        Args:
+            claim: decides that in the turn of the write.
+            prepare: as in ``write``.
+            items: as in ``write``.
+            priority: as in ``write``.
+            table: as in ``write``.
+
+        Returns:
+            Whether they were written now.
+        """
+        try:
+            if claim.may_be_taken():
+                # A limiter must not hold back what is not written: so this is asked before, in a turn of its own.
+                self.check_writable()
+                await self._gate.apply(claim.begin, exclusive=True)
+            await self.write(prepare, items, priority, table, written=claim.written, begin=claim.begin)
+        except DuplicateError:
+            return False
+        return True
 
     def _is_small(self, prepared: Prepared) -> bool:
         return prepared.nbytes <= INLINE_BYTES and prepared.count <= self._most_at_once
 
     async def _write_admitted(
-        self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
+        self,
+        admission: Admission,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         grant = await admission.admit(prepared.count)
         try:
-            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant)
+            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:
             admission.give_back(grant)
 
     async def _write_in_turn(
-        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None = None
+        self,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        grant: Grant | None,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         if not self._is_small(prepared):
-            return await self._write_in_thread(prepared, prepare, items, grant)
+            return await self._write_in_thread(prepared, prepare, items, grant, begin)
         async with self._gate.turn(exclusive=True):
-            return self._write_here(self._confirmed(prepared, prepare, items), grant)
+            return self._write_begun(self._confirmed(prepared, prepare, items), grant, begin)
+
+    def _write_begun(self, prepared: Prepared, grant: Grant | None, begin: Callable[[], None] | None) -> Placement:
+        if begin is not None:
+            begin()
+        return self._write_here(prepared, grant)
 
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         if self._asks_others:
@@ -168,16 +214,28 @@ class WritePath:
         return placement, self._table.check_write(placement, prepared) if self._table.has_write_events else None
 
     async def _write_in_thread(
-        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None
+        self,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        grant: Grant | None,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         try:
             async with self._gate.turn(exclusive=True):
                 prepared = self._confirmed(prepared, prepare, items)
+                if begin is not None:
+                    begin()
                 placement, event = shielded(self._place, prepared)
                 copied = self._threads.copy(self._storage.write, prepared, placement.runs)
                 cancelled = await finish(copied)
                 copied.result()
-                cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
+                try:
+                    cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
+                except GeneratorExit:  # the event loop was closed, and the items are in the table all the same
+                    if prepared.written is not None:
+                        prepared.written()
+                    raise
                 if prepared.written is not None:
                     prepared.written()
                 self._draws.table_changed()

@@ -13,6 +13,7 @@ from asyncbuf._runtime.arguments import shown
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
+from asyncbuf._table.deliveries import DEFAULT_WINDOW, Deliveries
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
@@ -47,8 +48,10 @@ class Table:
         sampler: which rows a batch takes.
         limiter: when items may be written and batches drawn.
         generator: randomness of the draws.
+        key_window: how many keys of writes are kept.
 
     Attributes:
+        deliveries: which writes came before.
         storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
@@ -60,7 +63,13 @@ class Table:
     """
 
     def __init__(
-        self, storage: Storage, writer: Writer, sampler: Sampler, limiter: Limiter, generator: torch.Generator
+        self,
+        storage: Storage,
+        writer: Writer,
+        sampler: Sampler,
+        limiter: Limiter,
+        generator: torch.Generator,
+        key_window: int = DEFAULT_WINDOW,
     ) -> None:
         claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
@@ -79,6 +88,7 @@ class Table:
         if "use_tables" in sampler.hooks:
             sampler.use_tables(writer.tables)
         self._index = RowIndex(storage.capacity, writer)
+        self.deliveries = Deliveries(key_window, lambda: writer.write_count)
         self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
@@ -447,12 +457,13 @@ class Table:
         """Every part with a state, by name, in the order in which states are loaded.
 
         Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
-        Older checkpoints lack rows, limiter and ledger: those are then as in a new table.
+        Older checkpoints lack rows, limiter, ledger and deliveries: those are then as in a new table.
         """
         yield "writer", self.writer
         yield "rows", self._index
         yield "limiter", self.limits
         yield "ledger", self.tally
+        yield "deliveries", self.deliveries
         yield "sampler", self.sampler
 
     def verify(self, stored: int) -> None:
