@@ -77,6 +77,7 @@ class Assembly:
         self.guard.helpers = 0 if chain.ordered else config.workers - 1
         threads = Threads(config.workers)
         self.admission = Admission(self.table, self.guard) if config.limiter.holds_writers else None
+        durability = self.table.durability
         prefetch = Prefetch(
             self.table,
             chain,
@@ -87,7 +88,7 @@ class Assembly:
             depth=config.prefetch,
             workers=config.workers,
             combine=combine if combines_at_once else None,
-            refuse=() if self.admission is None else (self.admission.refuse,),
+            refuse=(durability.refuse,) if self.admission is None else (self.admission.refuse, durability.refuse),
             went_on=None if self.admission is None else self.admission.changed,
         )
         self.queues = prefetch.queues
@@ -107,6 +108,7 @@ class Assembly:
         """Close a buffer whose event loop was closed under it."""
         if self.life.is_orphaned:
             self.background.abandon()
+            self.table.durability.forget()
             if self.admission is not None:
                 self.admission.forget()
         self.freezer.recover()
@@ -193,6 +195,7 @@ class Assembly:
         reasons = self.freezer.blocked(self.queues.waiting, self.pipeline.blocked)
         if self.admission is not None:
             reasons += self.admission.blocked()
+        reasons += self.table.durability.blocked()
         if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
             reasons.append(str(self.writes.last_writer))
         if reasons:

@@ -46,12 +46,14 @@ class Producer:
         writes: WritePath,
         prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
         turn: Callable[[], Awaitable[None]],
+        durable: Callable[..., Awaitable[None]],
     ) -> None:
         self.name: str = name
         self._deliveries = deliveries
         self._writes = writes
         self._prepare, self._prepare_one = prepare
         self._turn = turn
+        self._durable = durable
         self._claim = functools.partial(NumberClaim, deliveries, tally, name)
 
     @property
@@ -93,6 +95,14 @@ class Producer:
             count(number, "number", 0, most=MOST_NUMBERS, example=0)
         await self._turn()
         return await self._writes.write_once(self._claim(number), prepare, items, priority, table)
+
+    async def durable(self, number: int | None = None) -> None:
+        """Wait until a committed checkpoint has a write; otherwise as ``buffer.durable``.
+
+        Args:
+            number: its number; None for all that was written by now.
+        """
+        await self._durable(producer=self.name, number=number)
 
     def __repr__(self) -> str:
         """Its name and how far it is."""

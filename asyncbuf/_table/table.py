@@ -14,6 +14,7 @@ from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
 from asyncbuf._table.deliveries import DEFAULT_WINDOW, Deliveries
+from asyncbuf._table.durability import Durability
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
@@ -52,6 +53,7 @@ class Table:
 
     Attributes:
         deliveries: which writes came before.
+        durability: which of them a committed checkpoint has.
         storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
@@ -89,6 +91,7 @@ class Table:
             sampler.use_tables(writer.tables)
         self._index = RowIndex(storage.capacity, writer)
         self.deliveries = Deliveries(key_window, lambda: writer.write_count)
+        self.durability = Durability(self.deliveries, lambda: writer.write_count)
         self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.

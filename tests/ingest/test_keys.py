@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -232,13 +233,13 @@ async def test_writers_that_try_again_write_everything_once(seed: int) -> None:
         async def by_key(writer: int) -> None:
             for i in range(25):
                 number = 1000 * writer + i
-                await insist(lambda number=number: buffer.add(one(number), key=f"item {number}"))
+                await insist(functools.partial(buffer.add, one(number), key=f"item {number}"))
 
         async def by_number(writer: int) -> None:
             producer = buffer.producer(f"producer {writer}")
             for i in range(25):
                 number = 1000 * writer + i
-                await insist(lambda number=number, i=i: producer.add(one(number), number=i))
+                await insist(functools.partial(producer.add, one(number), number=i))
 
         await within(asyncio.gather(by_key(0), by_key(1), by_number(2), by_number(3)))
         assert sorted(stored(buffer)) == [1000 * writer + i for writer in range(4) for i in range(25)]
