@@ -2,6 +2,7 @@
 
 from asyncbuf import integrations as integrations
 from asyncbuf._ingest.n_step_adder import NStepAdder
+from asyncbuf._ingest.producer import Producer
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -53,6 +54,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
     WeightedSampler,
 )
+from asyncbuf.staleness import Staleness
 from asyncbuf.stats import BufferStats, Ledger
 from asyncbuf.storage import (
     ColumnStorage,
@@ -127,6 +129,7 @@ __all__ = [
     "Prepared",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "Producer",
     "PromptCounts",
     "PromptDataset",
     "PromptSource",
@@ -153,6 +156,7 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "Snapshot",
     "Snapshotable",
+    "Staleness",
     "StopSignal",
     "Storage",
     "StratifiedSampler",

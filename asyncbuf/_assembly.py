@@ -66,7 +66,7 @@ class Assembly:
         self.life = Lifecycle()
         self.gate = HistoryGate()
         limiter = config.limiter
-        parts = storage, config.writer, sampler, limiter, config.generator, config.batch_size
+        parts = storage, config.writer, sampler, limiter, config.generator, config.batch_size, config.key_window
         self.table: Table
         self.versions: VersionedTable | None = None
         if config.staleness is not None:
@@ -95,6 +95,7 @@ class Assembly:
             if limiter.holds_writers or self.table.limits.notes_rows
             else None
         )
+        durability = self.table.durability
         prefetch = Prefetch(
             self.table,
             chain,
@@ -105,7 +106,11 @@ class Assembly:
             depth=config.prefetch,
             workers=config.workers,
             combine=combine if combines_at_once else None,
-            refuse=(self.stalls.close,) if self.admission is None else (self.stalls.close, self.admission.refuse),
+            refuse=(
+                self.stalls.close,
+                durability.refuse,
+                *(() if self.admission is None else (self.admission.refuse,)),
+            ),
             went_on=None if self.admission is None else self.admission.changed,
             stalls=self.stalls,
         )
@@ -129,6 +134,7 @@ class Assembly:
         """Close a buffer whose event loop was closed under it."""
         if self.life.is_orphaned:
             self.background.abandon()
+            self.table.durability.forget()
             if self.admission is not None:
                 self.admission.forget()
         self.freezer.recover()
@@ -236,6 +242,7 @@ class Assembly:
         reasons = self.freezer.blocked(self.queues.waiting, self.pipeline.blocked)
         if self.admission is not None:
             reasons += self.admission.blocked()
+        reasons += self.table.durability.blocked()
         if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
             reasons.append(str(self.writes.last_writer))
         if reasons:

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from asyncbuf._runtime.arguments import count, fits_memory, flag, instance_of, shown
+from asyncbuf._table.deliveries import DEFAULT_WINDOW
 from asyncbuf.limiter import Limiter, MinSize, Queue
 from asyncbuf.limiter._keep_unread import KeepUnread
 from asyncbuf.sampler import RandomSampler, Sampler
@@ -45,6 +46,7 @@ class BufferConfig:
         pin_memory: whether they go through page-locked memory.
         generator: randomness of all draws.
         staleness: how old items may be, in versions of the model; None if nobody counts versions.
+        key_window: how many keys of writes are kept.
     """
 
     storage: Storage
@@ -62,6 +64,7 @@ class BufferConfig:
     pin_memory: bool
     generator: torch.Generator
     staleness: Staleness | None
+    key_window: int = DEFAULT_WINDOW
 
     @classmethod
     def checked(
@@ -82,6 +85,7 @@ class BufferConfig:
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
         staleness: Staleness | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> Self:
         """Check the arguments of ``ReplayBuffer``, alone and against each other.
 
@@ -107,6 +111,7 @@ class BufferConfig:
             pin_memory=flag(pin_memory, "pin_memory"),
             generator=_generator(generator),
             staleness=_staleness(staleness),
+            key_window=count(key_window, "key_window", 1, example=DEFAULT_WINDOW),
         )
         config._check_together()
         return config
@@ -153,6 +158,7 @@ class BufferConfig:
             "workers",
             "collate_fn",
             "staleness",
+            "key_window",
         )
         arguments = {name: getattr(self, name) for name in (*names, "device", "pin_memory")}
         return {**arguments, "limiter": self.own_limiter, "transform": list(self.transforms)}

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("protocols", "stream", "_config", "_from_dataset", "prompts"),
     ("_assembly",),
-    ("lease", "_watch_methods", "_version_methods"),
+    ("lease", "_watch_methods", "_version_methods", "_write_methods"),
     ("buffer",),
     ("testing",),
     ("_cli",),

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 import torch
 
+from asyncbuf._ingest.claims import DuplicateError
 from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
 from asyncbuf._table import checks
-from asyncbuf._table.versioned import VersionedTable
+from asyncbuf._table.versioned import REFUSED, VersionedTable
 from asyncbuf.batch import Batch, drawn_rows
 from asyncbuf.errors import AsyncBufError, BufferClosedError
 from asyncbuf.rows import Placement
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._ingest.admission import Admission, Grant
+    from asyncbuf._ingest.claims import Claim
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
@@ -101,6 +103,7 @@ class WritePath:
         *,
         written: Callable[[], None] | None = None,
         version: Any = None,
+        begin: Callable[[], None] | None = None,
     ) -> Placement:
         """Write items: all of them or, with an error, none.
 
@@ -112,9 +115,10 @@ class WritePath:
             written: called in the step in which the items are in the table; must not fail.
             version: the versions of the model that made the items: ints ``[items]``, or one for all; None if none was
                 said.
+            begin: called in the turn of the write, before anything changes; an error of it refuses the write.
 
         Returns:
-            Where they went.
+            Where they went; with ``REFUSED`` as its note, nowhere, because all of them are too old.
         """
         self.check_writable()
         if priority is not None or table is not None or written is not None or version is not None:
@@ -127,30 +131,84 @@ class WritePath:
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
-            return await self._write_admitted(self._admission, prepared, prepare, items)
+            return await self._write_admitted(self._admission, prepared, prepare, items, begin)
         if self._is_small(prepared) and self._gate.is_free_for_writes:
+            if begin is not None:
+                return self._gate.run_now(self._write_begun, prepared, None, begin)
             return self._gate.run_now(self._write_here, prepared)
-        return await self._write_in_turn(prepared, prepare, items)
+        return await self._write_in_turn(prepared, prepare, items, None, begin)
+
+    async def write_once(
+        self,
+        claim: Claim,
+        prepare: Prepare,
+        items: Any,
+        priority: Any = None,
+        table: Any = None,
+        version: Any = None,
+    ) -> bool:
+        """Write items, unless they were written before; otherwise as ``write``.
+
+        Args:
+            claim: decides that in the turn of the write.
+            prepare: as in ``write``.
+            items: as in ``write``.
+            priority: as in ``write``.
+            table: as in ``write``.
+            version: as in ``write``.
+
+        Returns:
+            Whether they were written now.
+        """
+        try:
+            if claim.may_be_taken():
+                # A limiter must not hold back what is not written: so this is asked before, in a turn of its own.
+                self.check_writable()
+                await self._gate.apply(claim.begin, exclusive=True)
+            placement = await self.write(
+                prepare, items, priority, table, written=claim.written, version=version, begin=claim.begin
+            )
+        except DuplicateError:
+            return False
+        if placement.note is REFUSED:
+            claim.refused()
+            return False
+        return True
 
     def _is_small(self, prepared: Prepared) -> bool:
         return prepared.nbytes <= INLINE_BYTES and prepared.count <= self._most_at_once
 
     async def _write_admitted(
-        self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
+        self,
+        admission: Admission,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         grant = await admission.admit(prepared.count, self._table.limits.weigh(prepared))
         try:
-            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant)
+            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:
             admission.give_back(grant)
 
     async def _write_in_turn(
-        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None = None
+        self,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        grant: Grant | None,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         if not self._is_small(prepared):
-            return await self._write_in_thread(prepared, prepare, items, grant)
+            return await self._write_in_thread(prepared, prepare, items, grant, begin)
         async with self._gate.turn(exclusive=True):
-            return self._write_here(self._confirmed(prepared, prepare, items), grant)
+            return self._write_begun(self._confirmed(prepared, prepare, items), grant, begin)
+
+    def _write_begun(self, prepared: Prepared, grant: Grant | None, begin: Callable[[], None] | None) -> Placement:
+        if begin is not None:
+            begin()
+        return self._write_here(prepared, grant)
 
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         if self._asks_others:
@@ -161,14 +219,14 @@ class WritePath:
             self._table.commit(placement)
             if grant is not None:
                 self._end(grant, placement)
-        if prepared.written is not None:
+        if prepared.written is not None and placement.note is not REFUSED:
             prepared.written()
         self._draws.table_changed()
         return placement
 
     def _write_rows(self, prepared: Prepared, grant: Grant | None) -> Placement:
         if self._versions is not None and self._versions.refuses(prepared):
-            return Placement(prepared.count, ())
+            return Placement(prepared.count, (), REFUSED)
         placement, event = self._place(prepared)
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
@@ -179,22 +237,33 @@ class WritePath:
         return placement, self._table.check_write(placement, prepared) if self._table.has_write_events else None
 
     async def _write_in_thread(
-        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None
+        self,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        grant: Grant | None,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         try:
             async with self._gate.turn(exclusive=True):
                 prepared = self._confirmed(prepared, prepare, items)
                 cancelled = None
                 if self._versions is not None and shielded(self._versions.refuses, prepared):
-                    placement = Placement(prepared.count, ())
-                else:
-                    placement, event = shielded(self._place, prepared)
-                    copied = self._threads.copy(self._storage.write, prepared, placement.runs)
-                    cancelled = await finish(copied)
-                    copied.result()
+                    return Placement(prepared.count, (), REFUSED)
+                if begin is not None:
+                    begin()
+                placement, event = shielded(self._place, prepared)
+                copied = self._threads.copy(self._storage.write, prepared, placement.runs)
+                cancelled = await finish(copied)
+                copied.result()
+                try:
                     cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
-                    if self._versions is not None:
-                        placement = self._versions.still_there(placement)
+                except GeneratorExit:  # the event loop was closed, and the items are in the table all the same
+                    if prepared.written is not None:
+                        prepared.written()
+                    raise
+                if self._versions is not None:
+                    placement = self._versions.still_there(placement)
                 if prepared.written is not None:
                     prepared.written()
                 self._draws.table_changed()

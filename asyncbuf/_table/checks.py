@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.state import natural
 from asyncbuf._runtime.summary import summary
 from asyncbuf.batch import Draw
+from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Placement
 
 if TYPE_CHECKING:
@@ -178,3 +180,20 @@ def versions(version: Any, count: int) -> Int64Array:
     if found.size and not 0 <= int(found.min()) <= int(found.max()) <= 2**53:
         raise ValueError(f"version: expected numbers from 0, found {found.reshape(-1)[:4].tolist()}")
     return found
+
+
+def stored_rows(write_count: Any, size: int, stop: int, stored: int) -> None:
+    """Refuse a writer that was just loaded and does not go with the rows in storage.
+
+    Args:
+        write_count: number of items that it has placed.
+        size: number of valid rows.
+        stop: the row behind the last valid one.
+        stored: number of rows that the storage has.
+
+    Raises:
+        CheckpointCorruptError: they contradict each other.
+    """
+    natural(int(write_count), "writer: expected write_count", least=size)
+    if stop > stored:
+        raise CheckpointCorruptError(f"writer: expected a size of at most {stored}, the rows in storage, found {stop}")

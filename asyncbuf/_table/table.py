@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import first_of_each
-from asyncbuf._plain.state import natural
 from asyncbuf._runtime.arguments import shown
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
+from asyncbuf._table.deliveries import DEFAULT_WINDOW, Deliveries
+from asyncbuf._table.durability import Durability
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf._table.tally import Tally
-from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
 from asyncbuf.storage import Prepared
 from asyncbuf.storage._shielded import StorageCalls
@@ -48,8 +48,11 @@ class Table:
         limiter: when items may be written and batches drawn.
         generator: randomness of the draws.
         batch_size: that of the buffer, which the limiter may look at; None if it has none.
+        key_window: how many keys of writes are kept.
 
     Attributes:
+        deliveries: which writes came before.
+        durability: which of them a committed checkpoint has.
         storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
@@ -68,6 +71,7 @@ class Table:
         limiter: Limiter,
         generator: torch.Generator,
         batch_size: int | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> None:
         claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
@@ -86,6 +90,8 @@ class Table:
         if "use_tables" in sampler.hooks:
             sampler.use_tables(writer.tables)
         self._index = RowIndex(storage.capacity, writer)
+        self.deliveries = Deliveries(key_window, lambda: writer.write_count)
+        self.durability = Durability(self.deliveries, lambda: writer.write_count)
         self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
@@ -473,12 +479,13 @@ class Table:
         """Every part with a state, by name, in the order in which states are loaded.
 
         Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
-        Older checkpoints lack rows, limiter and ledger: those are then as in a new table.
+        Older checkpoints lack rows, limiter, ledger and deliveries: those are then as in a new table.
         """
         yield "writer", self.writer
         yield "rows", self._index
         yield "limiter", self.limits
         yield "ledger", self.tally
+        yield "deliveries", self.deliveries
         yield "sampler", self.sampler
 
     def verify(self, stored: int) -> None:
@@ -491,10 +498,6 @@ class Table:
             CheckpointCorruptError: they contradict each other.
         """
         self.changed()
-        natural(int(self.writer.write_count), "writer: expected write_count", least=self.size)
-        if (highest := self._index.highest()) >= stored:
-            raise CheckpointCorruptError(
-                f"writer: expected a size of at most {stored}, the rows in storage, found {highest + 1}"
-            )
+        checks.stored_rows(self.writer.write_count, self.size, self._index.highest() + 1, stored)
         for _, part in self.components():
             part.verify(self.rows)

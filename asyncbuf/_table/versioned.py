@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from asyncbuf.storage import Prepared
 
 STALE = "stale"
+# Note of the placement of a write whose items were all too old: it has changed nothing.
+REFUSED = object()
 
 
 class VersionedTable(NotingTable):
