@@ -63,7 +63,7 @@ class Assembly:
         self.life = Lifecycle()
         self.gate = HistoryGate()
         limiter = config.limiter
-        kind = NotingTable if limiter.counts_unread else Table
+        kind = NotingTable if limiter.counts_unread or limiter.counts_overwrites else Table
         self.table = kind(storage, config.writer, sampler, limiter, config.generator, config.batch_size)
         self.guard = ReentryGuard()
         self.stalls = Stalls(self.life, self.gate, self.why_blocked)

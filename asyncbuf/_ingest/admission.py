@@ -165,7 +165,7 @@ class Admission:
     def wrote(self, grant: Grant, placement: Placement) -> None:
         """End a grant, whose items are in the table now."""
         if self.end(grant) and self._limits.notes_rows:
-            self._limits.wrote(placement.rows, grant.nbytes)
+            self._limits.wrote(placement, grant.nbytes)
 
     def end(self, grant: Grant) -> bool:
         """End a grant; whether it had not ended before."""

@@ -98,7 +98,7 @@ class Stalls:
     """
 
     def __init__(self, life: Lifecycle, gate: Gate, why: Callable[[], str]) -> None:
-        self.watch = Watch(self.look_soon)
+        self.watch = Watch(self._look)
         self._life = life
         self._gate = gate
         self._why = why
@@ -169,7 +169,10 @@ class Stalls:
     # -- waits that nothing will end ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        self._next = None
+        self._here()
+        if self._next is not None:
+            self._next.cancel()  # if this is not it
+            self._next = None
         if self._life.reason is not None and self._life.state is not State.NEW:
             return
         consumers, writers = self._starving, self._held_back

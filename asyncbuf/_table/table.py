@@ -301,7 +301,7 @@ class Table:
         if not len(rows):
             return 0
         self._index.remove(rows)
-        self.limits.removed(rows)
+        self.limits.removed(rows, self._index.size)
         self.changed()
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
