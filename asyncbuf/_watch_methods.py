@@ -54,7 +54,7 @@ class WatchMethods:
             raise TypeError(f"task: expected a task, as of asyncio.create_task(...), found {shown(task)}")
         if role is not None and (not isinstance(role, str) or role not in ROLES):
             raise ValueError(f"role: expected one of {list(ROLES)} or None, found {shown(role)}")
-        self._parts.stalls.watch.add(task, role)
+        self._parts.stalls.add(task, role)
         return task
 
     def unwatch(self, task: asyncio.Task[Any]) -> None:
@@ -63,4 +63,4 @@ class WatchMethods:
         Args:
             task: the task.
         """
-        self._parts.stalls.watch.remove(task)
+        self._parts.stalls.remove(task)

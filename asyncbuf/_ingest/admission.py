@@ -128,8 +128,7 @@ class Admission:
     async def _waited(self, items: int, nbytes: int) -> _Writer:
         writer = _Writer(items, nbytes)
         self._waiting[writer] = None
-        self._stalls.waits()
-        self._stalls.look_soon()
+        self._stalls.writer_waits(self)
         try:
             await writer.wake
         except BaseException:

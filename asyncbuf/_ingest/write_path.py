@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 import torch
 
-from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._ingest.admission import Admission, Grant
+    from asyncbuf._ingest.last_writer import LastWriter
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
@@ -61,6 +61,7 @@ class WritePath:
         life: that of the buffer.
         draws: told of changes; says whether no more items are taken.
         fail: ends the background work of an open buffer with an error.
+        last_writer: is told who writes.
 
     Attributes:
         last_writer: the task that wrote last.
@@ -75,6 +76,7 @@ class WritePath:
         life: Lifecycle,
         draws: Draws,
         fail: Callable[[BaseException], None],
+        last_writer: LastWriter,
     ) -> None:
         self._table = table
         self._storage = table.storage_calls
@@ -84,7 +86,7 @@ class WritePath:
         self._life = life
         self._draws = draws
         self._fail = fail
-        self.last_writer = LastWriter()
+        self.last_writer = last_writer
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
         self._most_at_once = _MOST_TOLD if table.takes_parts else sys.maxsize
