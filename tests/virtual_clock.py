@@ -18,7 +18,7 @@ T = TypeVar("T")
 _THREAD_SECONDS = 0.05
 
 
-class _Jumping(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _Jumping(selectors.DefaultSelector):
     """Instead of waiting, moves the clock on. While threads are at work, waits for them first."""
 
     def __init__(self) -> None:
