@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from asyncbuf._config import INDEX_NBYTES
 from asyncbuf._ingest.admission import Admission
+from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._ingest.write_path import WritePath
 from asyncbuf._prefetch.prefetch import Prefetch
 from asyncbuf._prefetch.transforms import TransformChain
@@ -72,9 +73,11 @@ class Assembly:
         if config.staleness is not None:
             self.table = self.versions = VersionedTable(*parts, staleness=config.staleness)
         else:
-            self.table = (NotingTable if limiter.counts_unread else Table)(*parts)
+            self.table = (NotingTable if limiter.counts_unread or limiter.counts_overwrites else Table)(*parts)
         self.guard = ReentryGuard()
-        self.stalls = Stalls(self.life, self.gate, self.why_blocked)
+        last_writer, limiter = LastWriter(), config.limiter
+        is_certain = sampler.trusted and limiter.trusted
+        self.stalls = Stalls(self.life, self.gate, last_writer, is_certain=is_certain)
         combine = sampler.combine if "combine" in sampler.hooks else None
         combines_at_once = sampler.combines_at_once and config.collate is None
         chain = TransformChain(
@@ -114,8 +117,6 @@ class Assembly:
             went_on=None if self.admission is None else self.admission.changed,
             stalls=self.stalls,
         )
-        is_certain = sampler.trusted and limiter.trusted
-        self.stalls.look_at(prefetch.pipeline, self.admission, is_certain=is_certain)
         self.queues = prefetch.queues
         self.leases = prefetch.leases
         self.drawer = prefetch.drawer
@@ -124,7 +125,7 @@ class Assembly:
         self.pipeline = prefetch.pipeline
         self.background = prefetch.background
         self.writes = WritePath(
-            self.table, self.gate, threads, self.admission, self.life, self.drawer, self.background.fail
+            self.table, self.gate, threads, self.admission, self.life, self.drawer, self.background.fail, last_writer
         )
         state = BufferState(self.table, chain, Config(config.batch_size, config.prefetch))
         self.snapshots = Snapshotter(state, prefetch.standstill, self.gate, self.guard)

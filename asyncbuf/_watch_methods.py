@@ -48,13 +48,10 @@ class WatchMethods:
             TypeError: it is no task.
             ValueError: there is no such role.
         """
-        if not isinstance(task, asyncio.Task):
-            if inspect.iscoroutine(task):
-                task.close()  # nobody will await it, and Python would complain of that
-            raise TypeError(f"task: expected a task, as of asyncio.create_task(...), found {shown(task)}")
+        _check_task(task)
         if role is not None and (not isinstance(role, str) or role not in ROLES):
             raise ValueError(f"role: expected one of {list(ROLES)} or None, found {shown(role)}")
-        self._parts.stalls.watch.add(task, role)
+        self._parts.stalls.add(task, role)
         return task
 
     def unwatch(self, task: asyncio.Task[Any]) -> None:
@@ -62,5 +59,17 @@ class WatchMethods:
 
         Args:
             task: the task.
+
+        Raises:
+            TypeError: it is no task.
         """
-        self._parts.stalls.watch.remove(task)
+        _check_task(task)
+        self._parts.stalls.remove(task)
+
+
+def _check_task(task: object) -> None:
+    if isinstance(task, asyncio.Task):
+        return
+    if inspect.iscoroutine(task):
+        task.close()  # nobody will await it, and Python would complain of that
+    raise TypeError(f"task: expected a task, as of asyncio.create_task(...), found {shown(task)}")

@@ -419,13 +419,13 @@ class Counters(NamedTuple):
         drawn: number of tickets ever drawn.
         drawn_items: number of rows ever drawn, all tickets together.
         batch_size: that of the buffer; 0 if it has none.
-        unread: number of stored items that no ticket was drawn for, if the sampler uses items up; with another one,
-            the number of items written less that of rows drawn, from 0 to ``size``.
+        unread: number of stored items that wait to be drawn, if the sampler uses items up. With another one, each item
+            written counts one more and each row drawn one less, from 0 to ``size``. If the limiter ``counts_unread``.
         nbytes: bytes of the stored items, if the limiter ``counts_bytes``.
         admitted_nbytes: bytes of the items that were admitted and are not written yet, likewise.
         offered_nbytes: bytes of the items that ``may_write`` is asked for, likewise.
         overwrites: how many stored items that no ticket was drawn for would be overwritten by those that ``may_write``
-            is asked for and those that were admitted, if the limiter ``counts_unread``.
+            is asked for and those that were admitted, if the limiter ``counts_overwrites``.
     """
 
     size: int

@@ -13,7 +13,7 @@ import asyncbuf
 from asyncbuf import AsyncBufError, PrefetchError, SchemaError, WrongLoopError, errors
 
 CLASSES = [
-    value for _, value in sorted(vars(errors).items()) if inspect.isclass(value) and issubclass(value, Exception)
+    value for _, value in sorted(vars(errors).items()) if inspect.isclass(value) and issubclass(value, AsyncBufError)
 ]
 
 

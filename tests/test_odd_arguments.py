@@ -23,18 +23,22 @@ from asyncbuf import (
     GroupSampler,
     ImmutableDatasetWriter,
     ListStorage,
+    MaxAhead,
+    MaxBytes,
     MaxValueWriter,
     MemmapStorage,
     MinSize,
     MixtureSampler,
     NStep,
     PromptSource,
+    Queue,
     RaggedStorage,
     RandomSampler,
     ReplayBuffer,
     ReservoirWriter,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SampleToInsertRatio,
     SchemaError,
     Snapshot,
     StratifiedSampler,
@@ -95,6 +99,12 @@ def row(number: int) -> dict[str, torch.Tensor]:
 
 def make(**options: Any) -> ReplayBuffer:
     return ReplayBuffer(TensorStorage(9), **options)
+
+
+def this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def load(data: Any = LOADED, **options: Any) -> ReplayBuffer:
@@ -259,6 +269,24 @@ CASES: dict[str, Case] = {
     ),
     "MemmapStorage.read.directory": Case(lambda b, p, v: MemmapStorage.read(v), NO_PATH, "directory"),
     "ListStorage.capacity": Case(lambda b, p, v: ListStorage(v), NO_COUNT, "capacity"),
+    "ReplayBuffer.overwrite": Case(
+        lambda b, p, v: make(overwrite=v), [*NO_NUMBER, None, 3, True, "newest"], "overwrite"
+    ),
+    "ReplayBuffer.watch.task": Case(lambda b, p, v: b.watch(v), [*NO_NUMBER, None, 3, asyncio.Task], "task"),
+    "ReplayBuffer.watch.role": Case(lambda b, p, v: b.watch(this_task(), v), [*NO_NUMBER, 3, True, "learner"], "role"),
+    "ReplayBuffer.unwatch.task": Case(lambda b, p, v: b.unwatch(v), [*NO_NUMBER, None, 3, asyncio.Task], "task"),
+    "Queue.size": Case(lambda b, p, v: Queue(v), NO_COUNT, "size"),
+    "MaxBytes.limit": Case(lambda b, p, v: MaxBytes(v), NO_COUNT, "limit"),
+    "MaxAhead.batches": Case(lambda b, p, v: MaxAhead(v), NO_COUNT, "batches"),
+    "SampleToInsertRatio.samples_per_insert": Case(
+        lambda b, p, v: SampleToInsertRatio(v, 1, 9.0), [*NO_NUMBER, None, True, 0, -1.0, NAN, 1j], "samples_per_insert"
+    ),
+    "SampleToInsertRatio.min_size": Case(lambda b, p, v: SampleToInsertRatio(1.0, v, 9.0), NO_COUNT, "min_size"),
+    "SampleToInsertRatio.error_buffer": Case(
+        lambda b, p, v: SampleToInsertRatio(1.0, 1, v),
+        [*NO_NUMBER, None, True, 0.0, -1, NAN, (1.0,), (2.0, 1.0), ("x", 1.0), (0.0, NAN), (1, 2, 3)],
+        "error_buffer",
+    ),
     "MinSize.items": Case(lambda b, p, v: MinSize(v), NO_COUNT, "min_size"),
     "SamplerWithoutReplacement.drop_last": Case(
         lambda b, p, v: SamplerWithoutReplacement(drop_last=v), NO_FLAG, "drop_last"

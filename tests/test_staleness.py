@@ -364,7 +364,7 @@ async def test_odd_calls() -> None:
         with pytest.raises((TypeError, ValueError), match="version"):
             await buffer.extend(rows(2), version=version)
     await buffer.advance_version(3)
-    for version in (1.5, True, "1", -1, 2, 2**60):
+    for version in [*wrong[:3], -1, 2, 2**60]:
         with pytest.raises((TypeError, ValueError), match="version"):
             await buffer.advance_version(version)
     assert await buffer.advance_version(3) == 3

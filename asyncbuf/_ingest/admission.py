@@ -128,8 +128,7 @@ class Admission:
     async def _waited(self, items: int, nbytes: int) -> _Writer:
         writer = _Writer(items, nbytes)
         self._waiting[writer] = None
-        self._stalls.waits()
-        self._stalls.look_soon()
+        self._stalls.writer_waits(self)
         try:
             await writer.wake
         except BaseException:
@@ -165,7 +164,7 @@ class Admission:
     def wrote(self, grant: Grant, placement: Placement) -> None:
         """End a grant, whose items are in the table now."""
         if self.end(grant) and self._limits.notes_rows:
-            self._limits.wrote(placement.rows, grant.nbytes)
+            self._limits.wrote(placement, grant.nbytes)
 
     def end(self, grant: Grant) -> bool:
         """End a grant; whether it had not ended before."""

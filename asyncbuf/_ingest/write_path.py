@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from asyncbuf._ingest.claims import DuplicateError
-from asyncbuf._ingest.last_writer import LastWriter
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from asyncbuf._ingest.admission import Admission, Grant
     from asyncbuf._ingest.claims import Claim
+    from asyncbuf._ingest.last_writer import LastWriter
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
@@ -65,6 +65,7 @@ class WritePath:
         life: that of the buffer.
         draws: told of changes; says whether no more items are taken.
         fail: ends the background work of an open buffer with an error.
+        last_writer: is told who writes.
 
     Attributes:
         last_writer: the task that wrote last.
@@ -79,6 +80,7 @@ class WritePath:
         life: Lifecycle,
         draws: Draws,
         fail: Callable[[BaseException], None],
+        last_writer: LastWriter,
     ) -> None:
         self._table = table
         self._storage = table.storage_calls
@@ -88,7 +90,7 @@ class WritePath:
         self._life = life
         self._draws = draws
         self._fail = fail
-        self.last_writer = LastWriter()
+        self.last_writer = last_writer
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
         self._versions = table if isinstance(table, VersionedTable) else None

@@ -200,7 +200,7 @@ class Pipeline:
                 # Not in a coroutine of its own: of thousands that are cancelled at once, each keeps its frames.
                 waiter.wake = loop.create_future()
                 waiter.task = asyncio.current_task(loop)
-                self._stalls.waits()
+                self._stalls.consumer_waits(self)
                 start = time.perf_counter()
                 await waiter.wake
                 self._counts.wait_seconds += time.perf_counter() - start

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._runtime.lifecycle import Lifecycle
+    from asyncbuf._runtime.watch import Role
 
     Calls: TypeAlias = "list[tuple[object, asyncio.Task[Any] | None]]"
     Reason: TypeAlias = Callable[[], Exception]
@@ -58,6 +59,10 @@ class Consumers(Protocol):
     def refuse_starving(self, error: Reason) -> None:
         """Tell those that starve."""
 
+    def blocked(self) -> list[str]:
+        """In words, what each queue that has waiting consumers waits for."""
+        ...
+
 
 class Writers(Protocol):
     """What must be known of those that wait to write."""
@@ -75,6 +80,19 @@ class Writers(Protocol):
     def refuse(self, error: Reason) -> None:
         """Tell them."""
 
+    def blocked(self) -> list[str]:
+        """In words, what the first of them lacks."""
+        ...
+
+
+class LastWriter(Protocol):
+    """The task that wrote last. Its end, in words, is its ``str``."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was a task that wrote, and it has ended."""
+        ...
+
 
 class Gate(Protocol):
     """What must be known of the history."""
@@ -91,18 +109,20 @@ class Stalls:
     Args:
         life: that of the buffer.
         gate: the history.
-        why: says in words who waits for what.
+        last_writer: the task that wrote last.
+        is_certain: whether what lets writers and consumers go on is known. A part of a user may go by what it likes.
 
     Attributes:
         watch: the tasks that are watched.
     """
 
-    def __init__(self, life: Lifecycle, gate: Gate, why: Callable[[], str]) -> None:
-        self.watch = Watch(self.look_soon)
+    def __init__(self, life: Lifecycle, gate: Gate, last_writer: LastWriter, *, is_certain: bool) -> None:
+        self.watch = Watch()
         self._life = life
         self._gate = gate
-        self._why = why
-        self._is_certain = False
+        self._last_writer = last_writer
+        self._is_certain = is_certain
+        # Known while calls wait: who waits is held by this, and holds it, and both shall be free afterwards.
         self._consumers: Consumers | None = None
         self._writers: Writers | None = None
         self._said: set[str] = set()
@@ -111,15 +131,22 @@ class Stalls:
         self._grace: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
 
-    def look_at(self, consumers: Consumers, writers: Writers | None, *, is_certain: bool) -> None:
-        """Look after these from now on.
+    # -- the tasks that are watched -----------------------------------------------------------------------------------
 
-        Args:
-            consumers: those that wait for batches.
-            writers: those that a limiter holds back; None if it holds back none.
-            is_certain: whether what lets both go on is known. A part of a user may go by what it likes.
-        """
-        self._consumers, self._writers, self._is_certain = consumers, writers, is_certain
+    def add(self, task: asyncio.Task[Any], role: Role | None) -> None:
+        """Watch a task, or watch it in another role."""
+        self.remove(task)
+        self.watch.live[task] = role
+        task.add_done_callback(self._ended)
+
+    def remove(self, task: asyncio.Task[Any]) -> None:
+        """Watch a task no longer, and forget what became of it."""
+        task.remove_done_callback(self._ended)
+        self.watch.forget(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.watch.ended(task)
+        self._look()
 
     # -- what it is told ----------------------------------------------------------------------------------------------
 
@@ -134,21 +161,32 @@ class Stalls:
         if loop is not None and self._next is None:
             self._next = loop.call_soon(self._look, context=contextvars.Context())
 
-    def waits(self) -> None:
-        """A call begins to wait, whatever for."""
+    def consumer_waits(self, consumers: Consumers) -> None:
+        """A call begins to wait for a batch."""
+        self._consumers = consumers
+        self._waits()
+
+    def writer_waits(self, writers: Writers) -> None:
+        """A call begins to wait, because it is held back."""
+        self._writers = writers
+        self._waits()
+        self.look_soon()
+
+    def _waits(self) -> None:
         loop = self._here()
         if loop is not None and self._silence is None:
             self._listen(loop)
 
     def waited(self) -> None:
         """A call waits no more."""
-        if self._silence is not None and not self._calls():
-            self._silence.cancel()
-            self._silence = None
+        if not self._calls():
+            self._stop()
 
     def close(self, error: object = None) -> None:
         """Everybody is told otherwise from here on: watch nobody, and leave nothing on the event loop."""
         self._stop()
+        for task in self.watch.live:
+            task.remove_done_callback(self._ended)
         self.watch.clear()
         self._said.clear()
 
@@ -156,7 +194,7 @@ class Stalls:
         for handle in (self._next, self._grace, self._silence):
             if handle is not None:
                 handle.cancel()
-        self._next = self._grace = self._silence = None
+        self._next = self._grace = self._silence = self._consumers = self._writers = None
 
     def _here(self) -> asyncio.AbstractEventLoop | None:
         """The running event loop; what was to come on another one never will."""
@@ -169,7 +207,10 @@ class Stalls:
     # -- waits that nothing will end ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        self._next = None
+        self._here()
+        if self._next is not None:
+            self._next.cancel()  # if this is not it
+            self._next = None
         if self._life.reason is not None and self._life.state is not State.NEW:
             return
         consumers, writers = self._starving, self._held_back
@@ -203,7 +244,8 @@ class Stalls:
     def _is_busy(self) -> bool:
         """Whether something goes on by itself, after which calls may go on."""
         writing = self._writers is not None and self._writers.is_writing
-        return writing or not self._gate.is_free or self._consumers is None or self._consumers.is_held
+        is_held = self._consumers is not None and self._consumers.is_held
+        return writing or is_held or not self._gate.is_free
 
     def _check_standstill(self) -> None:
         """Writers and consumers wait. See whether anything is left that could end that."""
@@ -237,8 +279,21 @@ class Stalls:
             self._end_standstill()
 
     def _end_standstill(self) -> None:
-        error = functools.partial(BufferFailedError, f"{_ADVICE}. {self._why()}")
+        error = functools.partial(BufferFailedError, f"{_ADVICE}. {self._why(is_log=False)}")
         self._tell(error, error)
+
+    def _why(self, *, is_log: bool) -> str:
+        """In words, who waits for what."""
+        consumers, writers = self._consumers, self._writers
+        reasons = []
+        if consumers is not None and consumers.first_calls:
+            held = ["consumers wait for the end of a snapshot or a freeze"]
+            reasons += held if consumers.is_held else consumers.blocked()
+        if writers is not None:
+            reasons += writers.blocked()
+        if is_log and self._starving and self._last_writer.is_gone:
+            reasons.append(str(self._last_writer))
+        return "; ".join(reasons)
 
     # -- silence ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +309,7 @@ class Stalls:
         self._silence = None
         waiting = self._calls()
         if any(call in waiting for call in calls):
-            self._log(self._why())
+            self._log(self._why(is_log=True))
         if waiting and self._loop is not None:
             self._listen(self._loop)
 

@@ -25,13 +25,12 @@ class Watch:
     Nobody is asked for the error of a dead task before somebody is told of it: until then asyncio takes it for one that
     nobody has noticed, and logs it.
 
-    Args:
-        ended: called when a watched task has ended.
+    Attributes:
+        live: those that have not ended, with their roles.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._told = ended
-        self._live: dict[asyncio.Task[Any], Role | None] = {}
+    def __init__(self) -> None:
+        self.live: dict[asyncio.Task[Any], Role | None] = {}
         self._over: dict[asyncio.Task[Any], Role | None] = {}  # that have ended, however it was
         self._dead: dict[asyncio.Task[Any], Role | None] = {}
         self._last: dict[Role, tuple[weakref.ref[asyncio.Task[Any]], str]] = {}
@@ -39,33 +38,24 @@ class Watch:
     @property
     def is_used(self) -> bool:
         """Whether a task is watched, or was and has ended."""
-        return bool(self._live or self._over or self._dead or self._last)
+        return bool(self.live or self._over or self._dead or self._last)
 
-    def add(self, task: asyncio.Task[Any], role: Role | None) -> None:
-        """Watch a task, or watch it in another role."""
-        self.remove(task)
-        self._live[task] = role
-        task.add_done_callback(self._ended)
-
-    def remove(self, task: asyncio.Task[Any]) -> None:
-        """Watch a task no longer, and forget what became of it."""
-        if self._live.pop(task, self) is not self:
-            task.remove_done_callback(self._ended)
-        self._over.pop(task, None)
-        self._dead.pop(task, None)
+    def forget(self, task: asyncio.Task[Any]) -> None:
+        """Know nothing of a task any more."""
+        for tasks in (self.live, self._over, self._dead):
+            tasks.pop(task, None)
         self._last = {role: last for role, last in self._last.items() if last[0]() is not task}
 
     def clear(self) -> None:
-        """Watch nobody."""
-        for task in self._live:
-            task.remove_done_callback(self._ended)
-        for tasks in (self._live, self._over, self._dead):
+        """Know nothing of any."""
+        for tasks in (self.live, self._over, self._dead):
             tasks.clear()
         self._last.clear()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._over[task] = self._live.pop(task, None)
-        self._told()
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """A task has ended."""
+        if task in self.live:
+            self._over[task] = self.live.pop(task)
 
     def _look(self) -> None:
         """Ask those that have ended how that was."""
@@ -86,7 +76,7 @@ class Watch:
     def end(self, role: Role) -> Reason | None:
         """Makes the error of a call that waits for tasks of a role, all of which have ended well; None if not."""
         self._look()
-        if role not in self._last or role in self._live.values():
+        if role not in self._last or role in self.live.values():
             return None
         message = (
             f"every {role} that buffer.watch() was told of has ended, the last one was {self._last[role][1]!r}: "
@@ -96,8 +86,8 @@ class Watch:
 
     def are_stuck(self, waiting: Collection[asyncio.Task[Any] | None]) -> bool:
         """Whether, of producers or of consumers, some are watched, and each of them has ended or waits."""
-        roles = {role for role in self._live.values() if role is not None}
-        return any(all(task in waiting for task, each in self._live.items() if each == role) for role in roles)
+        roles = {role for role in self.live.values() if role is not None}
+        return any(all(task in waiting for task, each in self.live.items() if each == role) for role in roles)
 
 
 def _died(reference: weakref.ref[asyncio.Task[Any]], role: Role | None) -> Exception:

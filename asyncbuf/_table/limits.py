@@ -12,11 +12,11 @@ from asyncbuf._runtime.shield import shielded
 from asyncbuf._table.row_notes import RowBytes, UnreadRows
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Counters
-from asyncbuf.sampler import Sampler
 
 if TYPE_CHECKING:
     from asyncbuf.limiter import Limiter
-    from asyncbuf.rows import Answer, Int64Array, Rows
+    from asyncbuf.rows import Answer, Int64Array, Placement, Rows
+    from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Writer
 
@@ -38,6 +38,8 @@ class Limits:
         admitted: number of items that were admitted and are not written yet. Belongs to calls that wait: not saved.
         admitted_nbytes: bytes of these, if the limiter counts them.
         version: the version of the model that makes items now; 0 if nobody counts versions. Not saved here.
+        ahead: how many more items were written than rows drawn, as ``Counters.unread`` counts; if the limiter wants to
+            know, and the sampler does not say.
         unread: the rows without a draw, if the limiter wants to know.
     """
 
@@ -51,16 +53,22 @@ class Limits:
         self._writer = writer
         self._sampler = sampler
         self._batch_size = batch_size or 0
-        self._knows_unread = type(sampler).unread is not Sampler.unread
+        self.ahead = 0
+        self._counts_ahead = limiter.counts_unread and sampler.unread is None
         self._bytes = RowBytes(storage.capacity) if limiter.counts_bytes else None
-        self.unread = UnreadRows(storage.capacity) if limiter.counts_unread else None
+        self.unread = UnreadRows(storage.capacity) if limiter.counts_overwrites else None
         # What a checkpoint says nothing of, because another limiter was in force: found out once the rows are there.
-        self._lacks_bytes = self._lacks_unread = False
+        self._lacks_bytes = self._lacks_unread = self._lacks_ahead = False
 
     @property
     def notes_rows(self) -> bool:
         """Whether the limiter wants to know something of each row."""
-        return self._bytes is not None or self.unread is not None
+        return self._bytes is not None or self.unread is not None or self._counts_ahead
+
+    @property
+    def notes_draws(self) -> bool:
+        """Whether it wants to know which rows are drawn."""
+        return self.unread is not None or self._counts_ahead
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -96,10 +104,9 @@ class Limits:
         )
 
     def _unread(self, rows: Rows) -> int:
-        waiting = self._sampler.unread if self._knows_unread else None
-        if waiting is None:
-            waiting = max(0, rows.write_count - self.drawn_items)
-        return min(rows.size, waiting)
+        if not self.limiter.counts_unread:
+            return 0
+        return min(rows.size, self.ahead if self._counts_ahead else self._sampler.unread or 0)
 
     def _nbytes(self, rows: Rows) -> int:
         if self._bytes is None:
@@ -124,15 +131,24 @@ class Limits:
             return 0
         return -(-int(shielded(self._storage.weigh, prepared)) // prepared.count)
 
-    def wrote(self, rows: Int64Array, nbytes: int) -> None:
+    def drew(self, rows: Int64Array, size: int) -> None:
+        """Rows were drawn, while so many items are stored."""
+        if self.unread is not None:
+            self.unread.drawn(rows)
+        self.ahead = max(0, min(self.ahead, size) - len(rows))
+
+    def wrote(self, placement: Placement, nbytes: int) -> None:
         """Items of so many bytes each were written."""
+        rows = placement.rows
+        self.ahead += placement.offered
         if self._bytes is not None:
             self._bytes.wrote(rows, nbytes)
         if self.unread is not None:
             self.unread.wrote(rows)
 
-    def removed(self, rows: Int64Array) -> None:
-        """Rows have left."""
+    def removed(self, rows: Int64Array, size: int) -> None:
+        """Rows have left, and so many items are stored."""
+        self.ahead = min(self.ahead, size)
         if self._bytes is not None:
             self._bytes.removed(rows)
         if self.unread is not None:
@@ -140,7 +156,8 @@ class Limits:
 
     def clear(self) -> None:
         """Every row has left."""
-        self._lacks_bytes = self._lacks_unread = False
+        self._lacks_bytes = self._lacks_unread = self._lacks_ahead = False
+        self.ahead = 0
         if self._bytes is not None:
             self._bytes.clear()
         if self.unread is not None:
@@ -160,6 +177,8 @@ class Limits:
             state["nbytes"] = torch.from_numpy(self._bytes.saved())
         if self.unread is not None:
             state["unread"] = torch.from_numpy(self.unread.rows())
+        if self._counts_ahead:
+            state["ahead"] = self.ahead
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,6 +190,8 @@ class Limits:
         kinds: dict[str, type] = dict(kind=str, drawn=int, drawn_items=int, state=dict)
         noted = ("nbytes", "unread")
         kinds |= {name: torch.Tensor for name in noted if isinstance(state, dict) and name in state}
+        if isinstance(state, dict) and "ahead" in state:
+            kinds["ahead"] = int
         kind, drawn, drawn_items, saved, *_ = fields(state, "limiter", **kinds)
         if saved or self.limiter.state_dict():
             same(kind, type(self.limiter).__name__, "limiter")
@@ -185,6 +206,7 @@ class Limits:
         self.limiter.load_state_dict(saved)
         self.drawn, self.drawn_items = drawn, drawn_items
         self._load_notes(nbytes, unread)
+        self.ahead, self._lacks_ahead = state.get("ahead", 0), "ahead" not in state
 
     def _check_notes(self, nbytes: Int64Array | None, unread: Int64Array | None) -> None:
         capacity = self._storage.capacity
@@ -209,13 +231,17 @@ class Limits:
         """
         self.drawn, self.drawn_items = drawn, drawn * max(1, batch_size)
         self._load_notes(None, None)
+        self._lacks_ahead = True
 
     def verify(self, rows: Rows) -> None:
         """Refuse a state of the limiter that does not go with the rows."""
         self.limiter.verify(rows)
+        if self._lacks_ahead:
+            self.ahead, self._lacks_ahead = max(0, rows.write_count - self.drawn_items), False
+        if self._bytes is None and self.unread is None:
+            return
         valid = np.zeros(rows.capacity, np.bool_)
-        if self.notes_rows:
-            valid[_valid(rows)] = True
+        valid[_valid(rows)] = True
         if self._bytes is not None and self._bytes.of(np.flatnonzero(~valid)).any():
             raise CheckpointCorruptError("limiter: expected bytes of stored items, found some of rows without an item")
         if self.unread is None:

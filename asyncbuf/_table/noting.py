@@ -16,6 +16,5 @@ class NotingTable(Table):
     def draw(self, batch_size: int) -> Draw:
         """Ask the sampler, and note the rows."""
         draw = super().draw(batch_size)
-        if self.limits.unread is not None:
-            self.limits.unread.drawn(draw.indices.numpy())
+        self.limits.drew(draw.indices.numpy(), self._index.size)
         return draw

@@ -343,7 +343,7 @@ class Table:
 
     def _left(self, rows: Int64Array) -> None:
         """Rows have no item any more."""
-        self.limits.removed(rows)
+        self.limits.removed(rows, self._index.size)
 
     def let_go(self) -> None:
         """Remove the rows for which the sampler has no more use. In an exclusive turn.
@@ -422,9 +422,8 @@ class Table:
 
     def finish(self) -> None:
         """Tell the sampler that no more items will come."""
-        if "finished" in self.sampler.hooks:
-            self._call(self.sampler.finished)
-            self.changed()
+        self._call(self.sampler.finished)
+        self.changed()
 
     def end_epoch(self) -> None:
         """Leave out what is left of the pass of the sampler.

@@ -16,7 +16,7 @@ class KeepUnread(Limiter):
 
     holds_writers: ClassVar[bool] = True
     trusted: ClassVar[bool] = True
-    counts_unread: ClassVar[bool] = True
+    counts_overwrites: ClassVar[bool] = True
 
     def may_write(self, counters: Counters, items: int) -> Answer:
         """True while every row that the items take is free, or was drawn."""

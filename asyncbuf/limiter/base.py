@@ -16,6 +16,7 @@ _ANY = (
     "needs_batch_size",
     "counts_bytes",
     "counts_unread",
+    "counts_overwrites",
 )
 
 
@@ -36,7 +37,8 @@ class Limiter:
             leave, where they would wait for ever.
         needs_batch_size: whether it looks at ``counters.batch_size``. A buffer without one refuses it.
         counts_bytes: whether it looks at the bytes of items, which are not counted otherwise.
-        counts_unread: whether it looks at ``counters.overwrites``, which is not found out otherwise.
+        counts_unread: whether it looks at ``counters.unread``, which is 0 otherwise.
+        counts_overwrites: whether it looks at ``counters.overwrites``, which is 0 otherwise.
     """
 
     counts_draws: ClassVar[bool] = False
@@ -46,6 +48,7 @@ class Limiter:
     needs_batch_size: ClassVar[bool] = False
     counts_bytes: ClassVar[bool] = False
     counts_unread: ClassVar[bool] = False
+    counts_overwrites: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note which questions the class answers itself."""
@@ -137,6 +140,7 @@ class AllOf(Limiter):
     needs_batch_size: bool = False  # type: ignore[misc]
     counts_bytes: bool = False  # type: ignore[misc]
     counts_unread: bool = False  # type: ignore[misc]
+    counts_overwrites: bool = False  # type: ignore[misc]
 
     def __init__(self, *limiters: Limiter) -> None:
         parts = [limiter.limiters if isinstance(limiter, AllOf) else (limiter,) for limiter in limiters]

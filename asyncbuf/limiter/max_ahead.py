@@ -16,8 +16,8 @@ class MaxAhead(Limiter):
     """Writers wait while items for so many batches are stored that no ticket was drawn for.
 
     It bounds how old data is when it is trained on. With a sampler that uses items up, those are the items that wait to
-    be drawn (of ``GroupSampler``, in complete groups). With any other, it is the number of items written less that of
-    rows drawn, from 0 to the number that is stored.
+    be drawn (of ``GroupSampler``, in complete groups). With any other, each item written counts one more and each row
+    drawn one less, from 0 up to the number that is stored: draws are not saved up, and removed items are forgotten.
 
     Let a write and a batch fit together: where a batch waits for ``batch_size`` items, writes of ``n`` items need
     ``batches * batch_size`` to be at least ``batch_size - 1 + n``.
@@ -33,6 +33,7 @@ class MaxAhead(Limiter):
     holds_writers: ClassVar[bool] = True
     trusted: ClassVar[bool] = True
     needs_batch_size: ClassVar[bool] = True
+    counts_unread: ClassVar[bool] = True
 
     def __init__(self, batches: int) -> None:
         self.batches: int = count(batches, "batches", 1, example=2)

@@ -45,9 +45,11 @@ class SampleToInsertRatio(Limiter):
         self._min_size = count(min_size, "min_size", 1)
         middle = self._ratio * self._min_size
         if isinstance(error_buffer, tuple | list):
-            if len(error_buffer) != 2 or not error_buffer[0] < error_buffer[1]:
+            if len(error_buffer) != 2:
                 raise ValueError(f"error_buffer: expected a lowest and a highest number, found {shown(error_buffer)}")
             self._lowest, self._highest = (number(bound, "error_buffer", example=512.0) for bound in error_buffer)
+            if self._lowest >= self._highest:
+                raise ValueError(f"error_buffer: expected the lowest number first, found {shown(error_buffer)}")
         else:
             width = number(error_buffer, "error_buffer", above=0.0, example=512.0)
             self._lowest, self._highest = middle - width, middle + width

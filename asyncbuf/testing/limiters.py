@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncbuf.sampler import Sampler
 
 _WRITERS, _CONSUMERS, _WRITES = 3, 2, 10
+_ITEM_NBYTES = 16
 
 
 async def check_limiter(
@@ -71,8 +72,18 @@ async def check_limiter(
     )
     limiter = make_limiter()
     limiter.check(capacity)
+    limiter.check_batch(batch_size)
     contract = Contract(type(limiter).__name__)
-    setting = _Setting(make_limiter, make_sampler, capacity, batch_size, tuple(sorted(write_sizes)), seconds)
+    setting = _Setting(
+        make_limiter,
+        make_sampler,
+        capacity,
+        batch_size,
+        tuple(sorted(write_sizes)),
+        seconds,
+        limiter.counts_bytes,
+        limiter.counts_overwrites,
+    )
     contract.same(contract.state(make_limiter()), contract.state(limiter), "the factory makes equal limiters")
     for seed in seeds:
         _check_history(setting, seed, steps, contract)
@@ -92,15 +103,36 @@ class _Setting(NamedTuple):
     batch_size: int
     write_sizes: tuple[int, ...]
     seconds: float
+    counts_bytes: bool
+    counts_overwrites: bool
 
     def written(self, counters: Counters, items: int) -> Counters:
         """The counters after a write."""
         size = min(self.capacity, counters.size + items)
-        return counters._replace(size=size, write_count=counters.write_count + items)
+        nbytes = size * _ITEM_NBYTES if self.counts_bytes else 0
+        return _unread(counters._replace(size=size, write_count=counters.write_count + items, nbytes=nbytes))
+
+    def offered(self, counters: Counters, items: int) -> Counters:
+        """The counters for ``may_write``."""
+        each = _ITEM_NBYTES if self.counts_bytes else 0
+        # Of a ring whose oldest items were drawn first.
+        free = self.capacity - counters.unread
+        overwrites = max(0, counters.admitted + items - free) if self.counts_overwrites else 0
+        return counters._replace(
+            admitted_nbytes=counters.admitted * each,
+            offered_nbytes=items * each,
+            overwrites=min(overwrites, counters.unread),
+        )
 
     def drawn(self, counters: Counters) -> Counters:
         """The counters after a draw."""
-        return counters._replace(drawn=counters.drawn + 1, drawn_items=counters.drawn_items + self.batch_size)
+        drawn_items = counters.drawn_items + self.batch_size
+        return _unread(counters._replace(drawn=counters.drawn + 1, drawn_items=drawn_items))
+
+
+def _unread(counters: Counters) -> Counters:
+    unread = min(counters.size, max(0, counters.write_count - counters.drawn_items))
+    return counters._replace(unread=unread)
 
 
 # -- histories --------------------------------------------------------------------------------------------------------
@@ -109,7 +141,7 @@ class _Setting(NamedTuple):
 def _check_history(setting: _Setting, seed: int, steps: int, contract: Contract) -> None:
     choose = random.Random(seed)
     asked = _Asked(setting, contract)
-    counters = Counters(0, setting.capacity, 0, 0, 0, 0)
+    counters = Counters(0, setting.capacity, 0, 0, 0, 0, setting.batch_size)
     for step in range(steps):
         contract.where = f"seed {seed}, step {step}, {counters}"
         with contract.local():
@@ -139,7 +171,7 @@ class _Asked:
     def may_write(self, counters: Counters, items: int) -> Answer | None:
         """The answer; None if so many items can never be written."""
         try:
-            answer = self._limiter.may_write(counters, items)
+            answer = self._limiter.may_write(self._setting.offered(counters, items), items)
         except ValueError:
             return None
         except Exception as error:
@@ -219,6 +251,11 @@ def _watched(limiter: Limiter, log: list[Counters]) -> Limiter:
     class Watched(Limiter):
         counts_draws = limiter.counts_draws
         holds_writers = limiter.holds_writers
+        needs_rows_to_leave = limiter.needs_rows_to_leave
+        needs_batch_size = limiter.needs_batch_size
+        counts_bytes = limiter.counts_bytes
+        counts_unread = limiter.counts_unread
+        counts_overwrites = limiter.counts_overwrites
 
         def may_write(self, counters: Counters, items: int) -> Answer:
             answer = limiter.may_write(counters, items)
@@ -231,6 +268,9 @@ def _watched(limiter: Limiter, log: list[Counters]) -> Limiter:
 
         def check(self, capacity: int) -> None:
             limiter.check(capacity)
+
+        def check_batch(self, batch_size: int) -> None:
+            limiter.check_batch(batch_size)
 
     return Watched()
 

@@ -115,6 +115,28 @@ class ForgetsAdmitted(RatioLimiter):
         return super().may_write(counters._replace(admitted=-counters.admitted), items)
 
 
+class WantsUnread(Limiter):
+    def may_write(self, counters: Counters, items: int) -> Answer:
+        return True if counters.unread or not counters.write_count else NotYet("everything was drawn")
+
+
+class PrefersHeavy(Limiter):
+    counts_bytes: ClassVar[bool] = True
+
+    def may_write(self, counters: Counters, items: int) -> Answer:
+        light = 0 < counters.offered_nbytes < 32 and counters.nbytes > 64
+        return NotYet("write more bytes at once") if light else True
+
+
+class OverwritesAdmitted(Limiter):
+    """Looks at what is overwritten, and takes what was admitted for free rows."""
+
+    counts_overwrites: ClassVar[bool] = True
+
+    def may_write(self, counters: Counters, items: int) -> Answer:
+        return True if counters.overwrites <= 2 * counters.admitted else NotYet("items would be lost")
+
+
 class TakesAnyState(SavesQuestions):
     def may_write(self, counters: Counters, items: int) -> Answer:
         return RatioLimiter.may_write(self, counters, items)
@@ -137,5 +159,8 @@ BROKEN: list[tuple[type[Limiter], str]] = [
     (PrefersLarge, "fewer items are no harder"),
     (ClosedByItems, "an item more hinders no draw"),
     (ForgetsAdmitted, "items that were admitted help no write"),
+    (WantsUnread, "a draw more hinders no write"),
+    (PrefersHeavy, "fewer items are no harder"),
+    (OverwritesAdmitted, "items that were admitted help no write"),
     (TakesAnyState, "all of a state or nothing"),
 ]
