@@ -3,6 +3,7 @@
 from asyncbuf import integrations as integrations
 from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._ingest.producer import Producer
+from asyncbuf._ingest.slots import Slot
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -23,6 +24,7 @@ from asyncbuf.errors import (
     CheckpointVersionError,
     PrefetchError,
     ReadOnlyError,
+    ReservationError,
     SchemaError,
     SupersededError,
     WrongLoopError,
@@ -131,6 +133,7 @@ __all__ = [
     "ReadOnlyError",
     "Replay",
     "ReplayBuffer",
+    "ReservationError",
     "ReservoirWriter",
     "RestoredCheckpoint",
     "RoundRobinWriter",
@@ -145,6 +148,7 @@ __all__ = [
     "SchemaError",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "Slot",
     "Snapshot",
     "Snapshotable",
     "StopSignal",

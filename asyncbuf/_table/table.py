@@ -17,6 +17,7 @@ from asyncbuf._table.deliveries import DEFAULT_WINDOW, Deliveries
 from asyncbuf._table.durability import Durability
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
+from asyncbuf._table.reservations import Reservations
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf._table.tally import Tally
 from asyncbuf.errors import CheckpointCorruptError
@@ -57,6 +58,7 @@ class Table:
         storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
+        reservations: work that has no items yet.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
         tally: counts what leaves.
 
@@ -92,6 +94,7 @@ class Table:
         self._index = RowIndex(storage.capacity, writer)
         self.deliveries = Deliveries(key_window, lambda: writer.write_count)
         self.durability = Durability(self.deliveries, lambda: writer.write_count)
+        self.reservations = Reservations()
         self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
@@ -460,13 +463,14 @@ class Table:
         """Every part with a state, by name, in the order in which states are loaded.
 
         Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
-        Older checkpoints lack rows, limiter, ledger and deliveries: those are then as in a new table.
+        Older checkpoints lack all of these but writer and sampler: those are then as in a new table.
         """
         yield "writer", self.writer
         yield "rows", self._index
         yield "limiter", self.limits
         yield "ledger", self.tally
         yield "deliveries", self.deliveries
+        yield "reservations", self.reservations
         yield "sampler", self.sampler
 
     def verify(self, stored: int) -> None:
