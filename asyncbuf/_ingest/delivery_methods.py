@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncbuf._ingest.claims import KeyClaim, checked_key
 from asyncbuf._ingest.producer import MOST_NUMBERS, Producer, checked_name
-from asyncbuf._ingest.slots import Desk, Slot
-from asyncbuf._plain.blobs import to_bytes
+from asyncbuf._ingest.slots import Desk, Made, Slot
 from asyncbuf._runtime.arguments import count, seconds, shown
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
@@ -78,7 +77,7 @@ class DeliveryMethods:
             TypeError, ValueError: the key is none.
         """
         key = None if key is None else checked_key(key)
-        return Slot(self._desk(), payload, key, plain=to_bytes((key, payload), "payload"))
+        return Slot(self._desk(), Made.of(key, payload))
 
     async def reserve_group(
         self,
@@ -116,24 +115,21 @@ class DeliveryMethods:
         size = count(size, "size", 1, most=_MOST_MEMBERS, example=8)
         least = size if least is None else count(least, "least", 1, most=size, example=size)
         deadline = seconds(deadline, "deadline", is_positive=True)
-        plain = to_bytes((key, payload), "payload")
+        made = Made.of(key, payload)
         await self._turn()
         self._writes.check_writable()
-        made = self._table.reservations.make_group(plain, size, least, deadline, key)
+        members = self._table.reservations.make_group(made.plain, size, least, deadline, key)
         desk = self._desk()
-        return [Slot(desk, payload, key, reserved) for reserved in made]
+        return [Slot(desk, made, reserved) for reserved in members]
 
     def unfinished(self) -> list[Slot]:
         """The reservations that are open and that nobody works on, in the order in which they were made.
 
         Those are the ones of a checkpoint, after a restore, and those whose work was cancelled. Give each of them to
         whoever works on new ones; each has its payload and its partial result.
-
-        Raises:
-            CheckpointError: a payload is damaged, or has a type that is not registered.
         """
         desk = self._desk()
-        return [Slot.of(desk, reserved) for reserved in self._table.reservations.waiting()]
+        return [Slot(desk, None, reserved) for reserved in self._table.reservations.waiting()]
 
     def _desk(self) -> Desk:
         table = self._table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -120,6 +120,29 @@ def check_open(reservations: Reservations, reserved: Reserved) -> None:
         )
 
 
+class Made(NamedTuple):
+    """What a reservation is made of.
+
+    Attributes:
+        key: what its write will be known by; None for none.
+        payload: what the items are made from.
+        plain: both as bytes.
+    """
+
+    key: Key | None
+    payload: Any
+    plain: bytes
+
+    @classmethod
+    def of(cls, key: Key | None, payload: Any) -> Self:
+        """What is reserved now.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        return cls(key, payload, to_bytes((key, payload), "payload"))
+
+
 class Slot:
     """A place for items that take long to make: ``buffer.reserve(...)`` makes one.
 
@@ -145,34 +168,39 @@ class Slot:
 
     A slot of a group ends its block early, and quietly, if the deadline of the group is over, or too many of its
     members have failed.
-
-    Attributes:
-        payload: what was reserved; after a restore, a copy of that.
-        key: what its write will be known by; None for none. A member of a group has that of the group.
     """
 
-    def __init__(
-        self, desk: Desk, payload: Any, key: Key | None, reserved: Reserved | None = None, plain: bytes | None = None
-    ) -> None:
-        self.payload: Any = payload
-        self.key: Key | None = key
+    def __init__(self, desk: Desk, made: Made | None, reserved: Reserved | None = None) -> None:
         self._desk = desk
+        self._made = made
         self._reserved = reserved
-        self._plain = plain
         self._partial: Any = None
+        self._is_partial_known = made is not None
         self._timeout: asyncio.Timeout | None = None
 
-    @classmethod
-    def of(cls, desk: Desk, reserved: Reserved) -> Self:
-        """One for a reservation that is there."""
-        name = f"reservation {reserved.number}"
-        content = from_bytes(reserved.payload, name)
-        if type(content) is not tuple or len(content) != 2 or not (content[0] is None or is_key(content[0])):
-            raise CheckpointCorruptError(f"{name}: expected a key and a payload, found something else")
-        key, payload = content
-        slot = cls(desk, payload, key, reserved)
-        slot._partial = from_bytes(reserved.partial, f"{name}, partial") if reserved.partial else None
-        return slot
+    @property
+    def payload(self) -> Any:
+        """What was reserved; after a restore, a copy of that.
+
+        Raises:
+            CheckpointError: it is damaged, or has a type that is not registered.
+        """
+        return self._known().payload
+
+    @property
+    def key(self) -> Key | None:
+        """What its write will be known by; None for none. A member of a group has that of the group."""
+        return self._known().key
+
+    def _known(self) -> Made:
+        if self._made is None:
+            assert self._reserved is not None
+            name = f"reservation {self._reserved.number}"
+            content = from_bytes(self._reserved.payload, name)
+            if type(content) is not tuple or len(content) != 2 or not (content[0] is None or is_key(content[0])):
+                raise CheckpointCorruptError(f"{name}: expected a key and a payload, found something else")
+            self._made = Made(*content, self._reserved.payload)
+        return self._made
 
     @property
     def number(self) -> int | None:
@@ -197,6 +225,12 @@ class Slot:
     @property
     def partial(self) -> Any:
         """The partial result: what was assigned last; after a restore, a copy of that. None at first."""
+        if not self._is_partial_known and self._reserved is not None:
+            reserved = self._reserved
+            self._partial = (
+                from_bytes(reserved.partial, f"reservation {reserved.number}, partial") if reserved.partial else None
+            )
+            self._is_partial_known = True
         return self._partial
 
     @partial.setter
@@ -209,7 +243,7 @@ class Slot:
         """
         reserved = self._checked()
         reserved.partial = b"" if value is None else to_bytes(value, f"reservation {reserved.number}, partial")
-        self._partial = value
+        self._partial, self._is_partial_known = value, True
 
     def _checked(self) -> Reserved:
         reserved = self._reserved
@@ -230,9 +264,7 @@ class Slot:
         self._desk.writes.check_writable()
         reserved = self._reserved
         if reserved is None:
-            assert self._plain is not None
-            reserved = self._reserved = self._desk.reservations.make(self._plain)
-            self._plain = None
+            reserved = self._reserved = self._desk.reservations.make(self._known().plain)
         if reserved.is_at_work:
             raise ReservationError(f"reservation {self.number}: expected one that nobody works on, found one at work")
         check_open(self._desk.reservations, reserved)
@@ -255,9 +287,10 @@ class Slot:
         is_late = False
         reserved = self._reserved
         assert reserved is not None
-        if self._timeout is not None:
+        timeout, self._timeout = self._timeout, None
+        if timeout is not None:
             try:
-                await self._timeout.__aexit__(kind, error, traceback)
+                await timeout.__aexit__(kind, error, traceback)
             except TimeoutError:
                 is_late = kind is not None and issubclass(kind, asyncio.CancelledError)
                 if not is_late:
@@ -266,7 +299,6 @@ class Slot:
             await self._end(reserved, error, is_late=is_late)
         finally:
             reserved.is_given_out = reserved.is_at_work = False
-            self._timeout = None
             if reserved.group is not None:
                 reserved.group.at_work.pop(reserved, None)
         return is_late
@@ -360,7 +392,7 @@ class Slot:
     def __repr__(self) -> str:
         """Its number, and whether it is open."""
         state = "at work" if self._reserved is not None and self._reserved.is_at_work else "not at work"
-        return f"<Slot {self.number}, {state}, key={self.key!r}>"
+        return f"<Slot {self.number}, {state}>"
 
 
 def _now() -> float:
