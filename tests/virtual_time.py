@@ -41,3 +41,8 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+async def passed(seconds: float) -> None:
+    """So much time, which takes none."""
+    await asyncio.sleep(seconds)

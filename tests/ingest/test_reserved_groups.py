@@ -16,7 +16,7 @@ from tests.helpers import Crew, outcomes, rows, turns
 from tests.ingest.test_reservations import books, buffer_of, leave, stored
 from tests.resume_helpers import restored, saved
 from tests.snapshot.helpers import every_way
-from tests.virtual_time import run_in_virtual_time
+from tests.virtual_time import passed, run_in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 async def commit(slot: Slot, number: int | None = None) -> bool:
     async with slot:
         assert slot.member is not None
-        return await slot.commit(rows(1, slot.member if number is None else number))
+        is_taken = await slot.commit(rows(1, slot.member if number is None else number))
+    return is_taken
 
 
 async def fail(slot: Slot) -> None:
@@ -195,13 +196,13 @@ async def test_late_members_are_left_out() -> None:
 
         async def work(slot: Slot, seconds: float) -> bool:
             async with slot:
-                await asyncio.sleep(seconds)
+                await passed(seconds)
                 await slot.commit(rows(1, slot.member or 0))
                 return True
             return False
 
         tasks = [crew.start(work(slot, seconds)) for slot, seconds in zip(slots, (1, 60, 3, 90), strict=True)]
-        await asyncio.sleep(9)
+        await passed(9)
         assert not len(buffer)
         assert await outcomes(*tasks) == [True, False, True, False]
         assert asyncio.get_running_loop().time() == 10
@@ -216,7 +217,7 @@ async def test_too_late_for_too_many() -> None:
 
         async def hang(slot: Slot) -> None:
             async with slot:
-                await asyncio.sleep(100)
+                await passed(100)
 
         await commit(slots[1])
         await asyncio.gather(hang(slots[0]), hang(slots[2]))
@@ -231,12 +232,12 @@ async def test_nobody_works_on_the_last_member() -> None:
         slots = await buffer.reserve_group("p", 3, least=1, deadline=5)
         await commit(slots[0])
         async with slots[1] as slot:
-            await asyncio.sleep(4)
+            await passed(4)
             await slot.commit(rows(1, 1))
-            await asyncio.sleep(3)  # committed in time: the block may go on
+            await passed(3)  # committed in time: the block may go on
         assert not len(buffer)  # the third may still begin
         async with slots[2]:
-            await asyncio.sleep(3)
+            await passed(3)
         assert stored(buffer) == [0, 1]
         assert books(buffer) == (3, 2, 0, {"late": 1})
 
@@ -248,14 +249,14 @@ async def test_a_cancellation_is_none_of_a_deadline() -> None:
 
         async def hang(slot: Slot) -> None:
             async with slot:
-                await asyncio.sleep(100)
+                await passed(100)
 
         task = crew.start(hang(slots[0]))
-        await asyncio.sleep(1)
+        await passed(1)
         task.cancel()
         assert isinstance((await outcomes(task))[0], asyncio.CancelledError)
         assert [slot.member for slot in buffer.unfinished()] == [0]
-        await asyncio.sleep(10)
+        await passed(10)
         with pytest.raises(ValueError, match="x"):
             await leave(slots[1], ValueError("x"))
         assert books(buffer)[2] == 0
@@ -266,13 +267,13 @@ async def test_the_time_begins_anew_after_a_restore() -> None:
     source = buffer_of()
     slots = await source.reserve_group("p", 2, least=1, deadline=10)
     await commit(slots[0])
-    await asyncio.sleep(50)
+    await passed(50)
     state = await source.state_dict()
     target = buffer_of()
     await target.load_state_dict(state)
     (slot,) = target.unfinished()
     async with slot:
-        await asyncio.sleep(9)
+        await passed(9)
         assert await slot.commit(rows(1, 1))
     assert stored(target) == [0, 1]
 
@@ -286,7 +287,7 @@ async def test_random_groups_close_their_books() -> None:
 
     async def work(slot: Slot) -> None:
         async with slot:
-            await asyncio.sleep(chance.choice((0.1, 1, 5, 30)))
+            await passed(chance.choice((0.1, 1, 5, 30)))
             slot.partial = chance.random()
             if chance.random() < 0.15:
                 raise ValueError("failed")
@@ -312,7 +313,7 @@ async def test_random_groups_close_their_books() -> None:
                 made += 1
             for slot in slots:
                 crew.start(work(slot))
-            await asyncio.sleep(chance.choice((0.5, 3, 25)))
+            await passed(chance.choice((0.5, 3, 25)))
         await turns()
         ledger = buffer.stats().ledger
         assert ledger.closes, ledger
@@ -324,7 +325,7 @@ async def test_random_groups_close_their_books() -> None:
     async with Crew() as crew:
         for slot in buffer.unfinished():
             crew.start(work(slot))
-        await asyncio.sleep(100)
+        await passed(100)
     await drain(buffer)
     ledger = buffer.stats().ledger
     assert ledger.closes, ledger
@@ -362,7 +363,7 @@ class Run:
             length = length_of(slot.payload)
             while done < length:
                 step = min(16, length - done)
-                await asyncio.sleep(step)
+                await passed(step)
                 done += step
                 slot.partial = done
             await slot.commit(rows(1))
@@ -386,10 +387,10 @@ class Run:
             if chance is None:
                 await self.is_over.wait()
                 return
-            await asyncio.sleep(chance.expovariate(1 / 60))
+            await passed(chance.expovariate(1 / 60))
             state = await self.buffer.state_dict()
             following, lengths = self.following, list(self.lengths)
-            await asyncio.sleep(chance.expovariate(1 / 20))
+            await passed(chance.expovariate(1 / 20))
         self.buffer, self.following, self.lengths = buffer_of(), following, lengths
         await self.buffer.load_state_dict(state)
         assert self.buffer.stats().ledger.closes
