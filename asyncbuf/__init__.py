@@ -3,6 +3,7 @@
 from asyncbuf import integrations as integrations
 from asyncbuf._ingest.n_step_adder import NStepAdder
 from asyncbuf._ingest.producer import Producer
+from asyncbuf._ingest.slots import Slot
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -24,6 +25,7 @@ from asyncbuf.errors import (
     ItemsLostWarning,
     PrefetchError,
     ReadOnlyError,
+    ReservationError,
     SchemaError,
     SupersededError,
     WrongLoopError,
@@ -139,6 +141,7 @@ __all__ = [
     "ReadOnlyError",
     "Replay",
     "ReplayBuffer",
+    "ReservationError",
     "ReservoirWriter",
     "RestoredCheckpoint",
     "RoundRobinWriter",
@@ -154,6 +157,7 @@ __all__ = [
     "SchemaError",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "Slot",
     "Snapshot",
     "Snapshotable",
     "Staleness",

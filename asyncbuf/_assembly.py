@@ -236,6 +236,10 @@ class Assembly:
             leased=len(self.leases),
             queued=self.queues.queued,
             dropped=dict(tally.dropped),
+            reserved=table.reservations.made,
+            fulfilled=table.reservations.committed,
+            reserved_open=len(table.reservations),
+            given_up=dict(table.reservations.given_up),
         )
 
     def why_blocked(self) -> str:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class Ledger:
     """What became of every item and of every ticket, at one moment, since the buffer began; restarts included.
 
-    Two identities hold at every moment: ``written == stored + sum(evicted)`` and
-    ``drawn == delivered + leased + queued + sum(dropped)``. ``closes`` says whether they do, and ``str`` shows it all.
+    Three identities hold at every moment: ``written == stored + sum(evicted)``,
+    ``drawn == delivered + leased + queued + sum(dropped)`` and
+    ``reserved == fulfilled + reserved_open + sum(given_up)``. ``closes`` says whether they do; ``str`` shows it all.
 
     Attributes:
         written: number of items ever written.
@@ -30,6 +31,12 @@ class Ledger:
         queued: number of tickets in the queues.
         dropped: number of tickets that nobody got, by cause: ``skip``, ``flush``, ``empty``, ``restart_epoch``,
             ``earlier``.
+        reserved: number of reservations ever made.
+        fulfilled: how many of them became items.
+        reserved_open: how many are open; members of a group stay so until the group is complete.
+        given_up: number of reservations that ended otherwise, by cause. ``failed``: by an exception. ``not committed``:
+            the block ended without a commit. ``late``: the deadline of the group was over. ``group``: too few members
+            of the group were left. ``duplicate``: the key had been written.
     """
 
     written: int = 0
@@ -41,11 +48,15 @@ class Ledger:
     leased: int = 0
     queued: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict, hash=False)
+    reserved: int = 0
+    fulfilled: int = 0
+    reserved_open: int = 0
+    given_up: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def closes(self) -> bool:
         """Whether every item and every ticket is accounted for."""
-        return not self.lost_items and not self.lost_tickets
+        return not self.lost_items and not self.lost_tickets and not self.lost_reservations
 
     @property
     def lost_items(self) -> int:
@@ -57,9 +68,18 @@ class Ledger:
         """Number of tickets that are nowhere: 0; a negative number if some are in two places."""
         return self.drawn - self.delivered - self.leased - self.queued - sum(self.dropped.values())
 
+    @property
+    def lost_reservations(self) -> int:
+        """Number of reservations that are nowhere: 0; a negative number if some are in two places."""
+        return self.reserved - self.fulfilled - self.reserved_open - sum(self.given_up.values())
+
     def __str__(self) -> str:
-        """A line for items, one for tickets."""
-        return "\n".join(
+        """A line for items, one for tickets, and one for reservations if there were any."""
+        reservations = (
+            f"\nreservations: {self.reserved} made = {self.fulfilled} fulfilled + {self.reserved_open} open + "
+            f"{_sum('given up', self.given_up)}{_lost(self.lost_reservations)}"
+        )
+        lines = "\n".join(
             (
                 f"items:   {self.written} written = {self.stored} stored + {_sum('evicted', self.evicted)}"
                 f"{_lost(self.lost_items)}; {self.duplicates} duplicate write(s)",
@@ -67,6 +87,7 @@ class Ledger:
                 f"{self.queued} queued + {_sum('dropped', self.dropped)}{_lost(self.lost_tickets)}",
             )
         )
+        return lines + (reservations if self.reserved else "")
 
 
 def _sum(name: str, counts: Mapping[str, int]) -> str:

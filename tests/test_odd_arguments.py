@@ -71,6 +71,8 @@ NO_COUNT: list[Any] = [*NO_NUMBER, None, True, -1, 0, 1.0, 1.5, NAN, float("inf"
 NO_FUNCTION: list[Any] = [*(each for each in NO_NUMBER if each is not int), 3]
 NO_PRIORITY: list[Any] = ["x", {}, object(), True, 1j, [1.0] * 3, [NAN]]
 RETURNS = NStep(3, 0.9)
+NO_NAME: list[Any] = [*(each for each in NO_NUMBER if type(each) is not str), 3, None]
+NO_KEY: list[Any] = [*(each for each in NO_NUMBER if type(each) is not str), True, 1.0, NAN, np.int64(3), 2**63]
 NO_PATH: list[Any] = [None, 3, b"x", [], {}, object(), Path, 1.5]
 
 
@@ -152,6 +154,28 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.extend.table": Case(lambda b, p, v: b.extend(rows(2), table=v), [*NO_NUMBER, 3], "table"),
     "ReplayBuffer.add.table": Case(
         lambda b, p, v: b.add({name: each[0] for name, each in rows(1).items()}, table=v), [*NO_NUMBER, 3], "table"
+    ),
+    "ReplayBuffer.extend.key": Case(lambda b, p, v: b.extend(rows(2), key=v), NO_KEY, "key"),
+    "ReplayBuffer.add.key": Case(lambda b, p, v: b.add(row(1), key=v), NO_KEY, "key"),
+    "ReplayBuffer.key_window": Case(lambda b, p, v: make(key_window=v), NO_COUNT, "key_window"),
+    "ReplayBuffer.producer.name": Case(lambda b, p, v: b.producer(v), [*NO_NAME, ""], "producer"),
+    "ReplayBuffer.durable.key": Case(lambda b, p, v: b.durable(key=v), [*NO_KEY, "never written"], "key"),
+    "ReplayBuffer.durable.producer": Case(lambda b, p, v: b.durable(producer=v), [*NO_NAME[:-1], ""], "producer"),
+    "ReplayBuffer.durable.number": Case(
+        lambda b, p, v: b.durable(producer="p", number=v), [*NO_NUMBER, True, -1, 0, 1.0], "number"
+    ),
+    "ReplayBuffer.reserve.payload": Case(lambda b, p, v: b.reserve(v), [object(), lambda: 0, {1, 2}, int], "payload"),
+    "ReplayBuffer.reserve.key": Case(lambda b, p, v: b.reserve(0, key=v), NO_KEY, "key"),
+    "ReplayBuffer.reserve_group.payload": Case(
+        lambda b, p, v: b.reserve_group(v, 2), [object(), lambda: 0, {1, 2}, int], "payload"
+    ),
+    "ReplayBuffer.reserve_group.size": Case(lambda b, p, v: b.reserve_group(0, v), [*NO_COUNT, 10**9], "size"),
+    "ReplayBuffer.reserve_group.key": Case(lambda b, p, v: b.reserve_group(0, 2, key=v), NO_KEY, "key"),
+    "ReplayBuffer.reserve_group.least": Case(
+        lambda b, p, v: b.reserve_group(0, 2, least=v), [*NO_NUMBER, True, 0, 3, 1.0], "least"
+    ),
+    "ReplayBuffer.reserve_group.deadline": Case(
+        lambda b, p, v: b.reserve_group(0, 2, deadline=v), [*NO_TIME, 0], "deadline"
     ),
     "ReplayBuffer.batch_size": Case(lambda b, p, v: make(batch_size=v), [*NO_COUNT[:8], 0, -1, 10**13], "batch_size"),
     "ReplayBuffer.prefetch": Case(

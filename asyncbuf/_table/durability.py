@@ -98,7 +98,7 @@ class Durability:
         self._durable = self.mark() if is_durable else Mark(self._history, 0, {})
         self.refuse(
             lambda: AsyncBufError(
-                "durable(): a restore has replaced what was waited for: see whether it is there, or write it again"
+                "durable(): a restore replaced what was waited for: see whether it is there, and write it again if not"
             )
         )
 

@@ -16,6 +16,7 @@ from asyncbuf._table.deliveries import DEFAULT_WINDOW, Deliveries
 from asyncbuf._table.durability import Durability
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
+from asyncbuf._table.reservations import Reservations
 from asyncbuf._table.row_index import RowIndex
 from asyncbuf._table.tally import Tally
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
@@ -56,6 +57,8 @@ class Table:
         storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
+        reservations: work that has no items yet.
+        lets_go: whether the sampler may let rows leave at any time.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
         tally: counts what leaves.
 
@@ -83,7 +86,7 @@ class Table:
         self._checks_writes = "check_write" in sampler.hooks
         self._tells_events = "wrote" in sampler.hooks
         self._tells_rows = "written" in sampler.hooks
-        self._lets_go = "leaving" in sampler.hooks
+        self.lets_go = "leaving" in sampler.hooks
         self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
@@ -92,6 +95,7 @@ class Table:
         self._index = RowIndex(storage.capacity, writer)
         self.deliveries = Deliveries(key_window, lambda: writer.write_count)
         self.durability = Durability(self.deliveries, lambda: writer.write_count)
+        self.reservations = Reservations()
         self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
@@ -134,11 +138,6 @@ class Table:
     def listens_to_hand_over(self) -> bool:
         """Whether the sampler wants to know which batches consumers got."""
         return "handed_over" in self.sampler.hooks
-
-    @property
-    def lets_go(self) -> bool:
-        """Whether the sampler may let rows leave at any time."""
-        return self._lets_go
 
     def changed(self) -> None:
         """Rows, priorities or the state of a part are other than before."""
@@ -287,13 +286,13 @@ class Table:
             else:
                 for part in event.in_parts(most):
                     self.sampler.wrote(part)
-                    if self._lets_go:
+                    if self.lets_go:
                         self.let_go()
                         event.table = self.rows
                     yield
         if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
-        if self._lets_go:
+        if self.lets_go:
             self.let_go()
 
     def introduce(self) -> None:
@@ -305,8 +304,8 @@ class Table:
         """
         if not (self.has_write_events or self._tells_rows):
             return
-        size = self.size
-        placement, paths = Placement(size, (RowRange(0, 0, size),)), self.sampler.columns
+        size, paths = self.size, self.sampler.columns
+        placement = Placement(size, (RowRange(0, 0, size),))
         columns = self.storage.columns(Prepared(size, 0, None), paths) if paths else NO_COLUMNS
         event = WriteEvent(placement, 0, self.rows, columns)
         if self._checks_writes:
@@ -337,7 +336,7 @@ class Table:
         shielded(self.storage.release, torch.from_numpy(rows.copy()))
         if "removed" in self.sampler.hooks:
             shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
-        if self._lets_go:
+        if self.lets_go:
             self.let_go()
         return len(rows)
 
@@ -436,8 +435,7 @@ class Table:
 
     def dropped(self, draw: Draw) -> None:
         """Nobody gets the batch of a draw."""
-        if "dropped" in self.sampler.hooks:
-            self._call(self.sampler.dropped, draw)
+        self._call(self.sampler.dropped, draw)
 
     def update_priority(
         self, indices: Any, priority: Any, write_count: int | None = None, *, is_batch: bool = False
@@ -478,13 +476,14 @@ class Table:
         """Every part with a state, by name, in the order in which states are loaded.
 
         Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
-        Older checkpoints lack rows, limiter, ledger and deliveries: those are then as in a new table.
+        Older checkpoints lack all of these but writer and sampler: those are then as in a new table.
         """
         yield "writer", self.writer
         yield "rows", self._index
         yield "limiter", self.limits
         yield "ledger", self.tally
         yield "deliveries", self.deliveries
+        yield "reservations", self.reservations
         yield "sampler", self.sampler
 
     def verify(self, stored: int) -> None:

@@ -103,10 +103,10 @@ async def test_large_keys() -> None:
     for key in (2**63, -(2**63) - 1, 10**5000):
         with pytest.raises(ValueError, match="64 bits"):
             await buffer.add(one(0), key=key)
-    known: list[str | int] = [2**63 - 1, -(2**63), "", "\ud800", "ä" * 9999, "\0"]
-    for taken in known:
-        assert await buffer.add(one(0), key=taken)
-        assert not await buffer.add(one(0), key=taken)
+    keys: list[int | str] = [2**63 - 1, -(2**63), "", "\ud800", "ä" * 9999, "\0"]
+    for each in keys:
+        assert await buffer.add(one(0), key=each)
+        assert not await buffer.add(one(0), key=each)
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.0, True, None])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from asyncbuf import ReplayBuffer
 
-LATER_PARTS = ("rows", "limiter", "ledger", "deliveries")
+LATER_PARTS = ("rows", "limiter", "ledger", "deliveries", "reservations")
 LATER_CONTENT = ("lengths", "joins", "joined")
 
 
