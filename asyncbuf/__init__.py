@@ -56,6 +56,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
     WeightedSampler,
 )
+from asyncbuf.shard import Shard
 from asyncbuf.staleness import Staleness
 from asyncbuf.stats import BufferStats, Ledger
 from asyncbuf.storage import (
@@ -155,6 +156,7 @@ __all__ = [
     "SaveProgress",
     "SaveStage",
     "SchemaError",
+    "Shard",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Slot",

@@ -146,6 +146,10 @@ class Pipeline:
         if self._table.listens_to_hand_over:
             self._gate.submit(functools.partial(self._handed_over, ticket), exclusive=True)
 
+    def is_leased(self, batch: Batch) -> bool:
+        """Whether a consumer has it on lease, and no other state was put in place."""
+        return self._leases.entry(batch) is not None
+
     def end_lease(self, batch: Batch, *, is_done: bool) -> None:
         """A consumer is done with a batch that it had on lease, or gives it back: it is then first in line.
 
