@@ -53,3 +53,12 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """Run a program to its end; one that hangs raises a ``RuntimeError``."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+async def pass_by(seconds: float) -> None:
+    """Let so much time of such a clock pass."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    over = loop.create_future()
+    loop.call_later(seconds, over.set_result, None)
+    await over

@@ -133,21 +133,13 @@ class AllOf(Limiter):
         limiters: the limiters, none of which is one of these.
     """
 
-    trusted: bool = False  # type: ignore[misc]  # as its parts are, and so are those that follow
-    counts_draws: bool = False  # type: ignore[misc]
-    holds_writers: bool = False  # type: ignore[misc]
-    needs_rows_to_leave: bool = False  # type: ignore[misc]
-    needs_batch_size: bool = False  # type: ignore[misc]
-    counts_bytes: bool = False  # type: ignore[misc]
-    counts_unread: bool = False  # type: ignore[misc]
-    counts_overwrites: bool = False  # type: ignore[misc]
-
     def __init__(self, *limiters: Limiter) -> None:
         parts = [limiter.limiters if isinstance(limiter, AllOf) else (limiter,) for limiter in limiters]
         self.limiters: tuple[Limiter, ...] = sum(parts, ())
-        self.trusted = all(limiter.trusted for limiter in self.limiters)
+        # Of the object, and not of the class: they are as those of its parts.
+        vars(self)["trusted"] = all(limiter.trusted for limiter in self.limiters)
         for name in _ANY:
-            setattr(self, name, any(getattr(limiter, name) for limiter in self.limiters))
+            vars(self)[name] = any(getattr(limiter, name) for limiter in self.limiters)
 
     def may_write(self, counters: Counters, items: int) -> Answer:
         """What the first of them answers that does not answer with True."""
