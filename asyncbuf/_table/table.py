@@ -253,7 +253,7 @@ class Table:
         else:
             self.writer.commit(placement, self._capacity)
         added, (offered, runs, _) = self._index.wrote(placement), placement
-        kept = runs[0].count if len(runs) == 1 else len(placement.rows)
+        kept = runs[0].count if type(runs) is tuple and len(runs) == 1 else len(placement.rows)
         if added != kept:
             self.tally.overwritten += kept - added
         if offered != kept:
