@@ -24,6 +24,7 @@ from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
 from asyncbuf.storage import Prepared
 from asyncbuf.storage._shielded import StorageCalls
+from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,6 +102,7 @@ class Table:
         self._open_for = _UNKNOWN
         self._asks_sampler = "may_draw" in sampler.hooks
         self._answer_holds = not limiter.counts_draws and not (self._asks_sampler and sampler.counts_draws)
+        self._keeps_all = type(writer) is RoundRobinWriter
         self._counts_items = not (writer.trusted and writer.computes_numbers)
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -252,12 +254,11 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        added, (offered, runs, _) = self._index.wrote(placement), placement
-        kept = runs[0].count if type(runs) is tuple and len(runs) == 1 else len(placement.rows)
-        if added != kept:
-            self.tally.overwritten += kept - added
-        if offered != kept:
-            self.tally.not_kept += offered - kept
+        left = placement.offered - self._index.wrote(placement)
+        if left:
+            not_kept = 0 if self._keeps_all else placement.offered - len(placement.rows)
+            self.tally.not_kept += not_kept
+            self.tally.overwritten += left - not_kept
         self._rows = None
         self._open_for = _UNKNOWN
 
