@@ -102,7 +102,6 @@ class Table:
         self._open_for = _UNKNOWN
         self._asks_sampler = "may_draw" in sampler.hooks
         self._answer_holds = not limiter.counts_draws and not (self._asks_sampler and sampler.counts_draws)
-        self._keeps_all = type(writer) is RoundRobinWriter
         self._counts_items = not (writer.trusted and writer.computes_numbers)
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -254,9 +253,8 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        left = placement.offered - self._index.wrote(placement)
-        if left:
-            not_kept = 0 if self._keeps_all else placement.offered - len(placement.rows)
+        if left := placement.offered - self._index.wrote(placement):
+            not_kept = 0 if type(self.writer) is RoundRobinWriter else placement.offered - len(placement.rows)
             self.tally.not_kept += not_kept
             self.tally.overwritten += left - not_kept
         self._rows = None
