@@ -22,6 +22,7 @@ from asyncbuf._table.tally import Tally
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
 from asyncbuf.storage import Prepared
 from asyncbuf.storage._shielded import StorageCalls
+from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -261,12 +262,10 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        added, (offered, runs, _) = self._index.wrote(placement), placement
-        kept = runs[0].count if len(runs) == 1 else len(placement.rows)
-        if added != kept:
-            self.tally.overwritten += kept - added
-        if offered != kept:
-            self.tally.not_kept += offered - kept
+        if left := placement.offered - self._index.wrote(placement):
+            not_kept = 0 if type(self.writer) is RoundRobinWriter else placement.offered - len(placement.rows)
+            self.tally.not_kept += not_kept
+            self.tally.overwritten += left - not_kept
         self._rows = None
         self._open_for = _UNKNOWN
 
