@@ -141,7 +141,8 @@ async def test_calls_that_are_cancelled_lose_no_part(seed: int) -> None:
         await buffer.extend(rows(40))
 
         async def read(rank: int) -> list[Batch]:
-            shard, found = buffer.shard(rank, 3), []
+            shard = buffer.shard(rank, 3)
+            found: list[Batch] = []
             while len(found) < 15:
                 call = asyncio.create_task(shard.sample())
                 await wander()
