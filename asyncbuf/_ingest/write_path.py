@@ -120,13 +120,26 @@ class WritePath:
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
-            return await self._write_admitted(self._admission, prepared, prepare, items)
+            placement = self._write_at_once(self._admission, prepared)
+            return placement or await self._write_admitted(self._admission, prepared, prepare, items)
         if self._is_small(prepared) and self._gate.is_free_for_writes:
             return self._gate.run_now(self._write_here, prepared)
         return await self._write_in_turn(prepared, prepare, items)
 
     def _is_small(self, prepared: Prepared) -> bool:
         return prepared.nbytes <= INLINE_BYTES and prepared.count <= self._most_at_once
+
+    def _write_at_once(self, admission: Admission, prepared: Prepared) -> Placement | None:
+        """Write items that are admitted now and whose turn is now; None if not."""
+        if not (self._is_small(prepared) and self._gate.is_free_for_writes):
+            return None
+        grant = admission.admit_now(prepared.count, self._table.limits.weigh(prepared))
+        if grant is None:
+            return None
+        try:
+            return self._gate.run_now(self._write_here, prepared, grant)
+        finally:
+            admission.give_back(grant)
 
     async def _write_admitted(
         self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
