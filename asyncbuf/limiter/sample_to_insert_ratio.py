@@ -97,8 +97,8 @@ class SampleToInsertRatio(Limiter):
         needed = self._ratio * items + rows
         if self._highest - self._lowest < needed:
             raise ValueError(
-                f"SampleToInsertRatio: expected an error_buffer of at least {needed / 2:g} for {what} of {count}, so that writers "
-                f"and consumers do not wait for each other, found {(self._highest - self._lowest) / 2:g}"
+                f"SampleToInsertRatio: expected an error_buffer of at least {needed / 2:g} for {what} of {count}, so "
+                f"that writers and consumers do not wait for each other, found {(self._highest - self._lowest) / 2:g}"
             )
 
     def __repr__(self) -> str:
