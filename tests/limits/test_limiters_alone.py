@@ -79,7 +79,7 @@ def test_a_range_without_room_is_refused() -> None:
     limiter = SampleToInsertRatio(4.0, min_size=100, error_buffer=20.0)
     with pytest.raises(ValueError, match=r"error_buffer of at least 34 for a batch of 64"):
         ReplayBuffer(TensorStorage(200), batch_size=64, limiter=limiter)
-    with pytest.raises(ValueError, match=r"error_buffer of at least 20\.5 for a write of 10 items"):
+    with pytest.raises(ValueError, match=r"error_buffer of at least 20\.5 for a write of 10"):
         limiter.may_write(counters(write_count=200), 10)
     with pytest.raises(ValueError, match=r"for a batch of 64"):
         limiter.may_draw(counters(write_count=200), 64)
