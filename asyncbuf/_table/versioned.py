@@ -117,3 +117,4 @@ class VersionedTable(NotingTable):
         """As ``Table.verify``."""
         super().verify(stored)
         self.limits.version = self.versions.version
+        self.limits.settle(self.rows)
