@@ -31,7 +31,7 @@ from asyncbuf.errors import (
     WrongLoopError,
 )
 from asyncbuf.lease import Lease
-from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MinSize, Queue, SampleToInsertRatio
+from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MaxStaleness, MinSize, Queue, SampleToInsertRatio
 from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
@@ -120,6 +120,7 @@ __all__ = [
     "ListStorage",
     "MaxAhead",
     "MaxBytes",
+    "MaxStaleness",
     "MaxValueWriter",
     "MemmapStorage",
     "MinSize",

@@ -25,6 +25,7 @@ from asyncbuf import (
     ListStorage,
     MaxAhead,
     MaxBytes,
+    MaxStaleness,
     MaxValueWriter,
     MemmapStorage,
     MinSize,
@@ -322,6 +323,7 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.unwatch.task": Case(lambda b, p, v: b.unwatch(v), [*NO_NUMBER, None, 3, asyncio.Task], "task"),
     "Queue.size": Case(lambda b, p, v: Queue(v), NO_COUNT, "size"),
     "MaxBytes.limit": Case(lambda b, p, v: MaxBytes(v), NO_COUNT, "limit"),
+    "MaxStaleness.max_age": Case(lambda b, p, v: MaxStaleness(v), [*NO_NUMBER, None, True, -1, 1.0], "max_age"),
     "MaxAhead.batches": Case(lambda b, p, v: MaxAhead(v), NO_COUNT, "batches"),
     "SampleToInsertRatio.samples_per_insert": Case(
         lambda b, p, v: SampleToInsertRatio(v, 1, 9.0), [*NO_NUMBER, None, True, 0, -1.0, NAN, 1j], "samples_per_insert"

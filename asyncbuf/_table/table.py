@@ -99,7 +99,7 @@ class Table:
         self.deliveries = Deliveries(key_window, lambda: writer.write_count)
         self.durability = Durability(self.deliveries, lambda: writer.write_count)
         self.reservations = Reservations()
-        self.tally = Tally(writer.write_count - self._index.size)
+        self.tally = self.limits.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
         self._open_for = _UNKNOWN

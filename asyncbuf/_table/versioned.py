@@ -133,3 +133,4 @@ class VersionedTable(Table):
         """As ``Table.verify``."""
         super().verify(stored)
         self.limits.version = self.versions.version
+        self.limits.settle(self.rows)

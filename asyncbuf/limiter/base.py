@@ -14,6 +14,7 @@ _ANY = (
     "holds_writers",
     "needs_rows_to_leave",
     "needs_batch_size",
+    "needs_versions",
     "counts_bytes",
     "counts_unread",
     "counts_overwrites",
@@ -36,6 +37,8 @@ class Limiter:
         needs_rows_to_leave: whether writers wait for rows to leave. A buffer refuses it with a sampler that lets none
             leave, where they would wait for ever.
         needs_batch_size: whether it looks at ``counters.batch_size``. A buffer without one refuses it.
+        needs_versions: whether it looks at ``counters.version`` and ``counters.given_up``, which are 0 otherwise. A
+            buffer without ``staleness`` refuses it.
         counts_bytes: whether it looks at the bytes of items, which are not counted otherwise.
         counts_unread: whether it looks at ``counters.unread``, which is 0 otherwise.
         counts_overwrites: whether it looks at ``counters.overwrites``, which is 0 otherwise.
@@ -46,6 +49,7 @@ class Limiter:
     trusted: ClassVar[bool] = False
     needs_rows_to_leave: ClassVar[bool] = False
     needs_batch_size: ClassVar[bool] = False
+    needs_versions: ClassVar[bool] = False
     counts_bytes: ClassVar[bool] = False
     counts_unread: ClassVar[bool] = False
     counts_overwrites: ClassVar[bool] = False
