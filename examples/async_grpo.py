@@ -33,9 +33,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
+import multiprocessing
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -54,12 +55,16 @@ from asyncbuf import Checkpointer, GroupSampler, MaxAhead, PromptSource, RaggedS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
 
     from asyncbuf import Batch, Slot
 
 GROUP = 8  # answers to a prompt
 GROUPS = 16  # in a batch
 DIGITS = 10
+CHUNK = 4  # tokens that come at once
+LONGEST = 64  # tokens of an answer
 TOKENS = ("state", "token", "logprob", "version")  # what is kept of each token
 
 Rollout = dict[str, list[Any]]
@@ -78,7 +83,6 @@ class Config:
     resume: bool
     kill: int
     output: Path
-    child: bool
 
 
 # -- model and generation ---------------------------------------------------------------------------------------------
@@ -116,22 +120,27 @@ class Server:
         """New weights, also for the rollouts that are under way."""
         self.version = version
         with torch.inference_mode():
-            self.logprobs: list[list[float]] = policy(torch.arange(2 * DIGITS)).tolist()
+            logprobs = policy(torch.arange(2 * DIGITS))
+        self.logprobs: list[list[float]] = logprobs.tolist()
+        self.chances: list[list[float]] = logprobs.exp().tolist()
 
     async def generate(self, wanted: int, rollout: Rollout, slowness: float) -> None:
-        """Adds a token to a rollout."""
+        """Adds some tokens to a rollout, all of one version."""
         await asyncio.sleep(self.config.latency * slowness * self.random.expovariate(1.0))
         if self.random.random() < self.config.failures:
             self.failed += 1
             raise GenerationError("no answer")
-        length = len(rollout["token"])
-        # The longer an answer is, the longer it will go on: lengths have a heavy tail.
-        is_last = self.random.random() < 2.0 / (length + 4.0) or length == 63
-        state = (wanted - sum(rollout["token"])) % DIGITS + DIGITS * is_last
-        logprobs = self.logprobs[state]
-        [token] = self.random.choices(range(DIGITS), [np.exp(logprob) for logprob in logprobs])
-        for name, value in zip(TOKENS, (state, token, logprobs[token], self.version), strict=True):
-            rollout[name].append(value)
+        for _ in range(CHUNK):
+            if is_complete(rollout):
+                return
+            length = len(rollout["token"])
+            # The longer an answer is, the longer it will go on: lengths have a heavy tail.
+            is_last = self.random.random() < 1.5 / (length + 6.0) or length == LONGEST - 1
+            state = (wanted - sum(rollout["token"])) % DIGITS + DIGITS * is_last
+            [token] = self.random.choices(range(DIGITS), self.chances[state])
+            logprob = self.logprobs[state][token]
+            for name, value in zip(TOKENS, (state, token, logprob, self.version), strict=True):
+                rollout[name].append(value)
 
 
 def is_complete(rollout: Rollout) -> bool:
@@ -196,9 +205,9 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> No
 class Run:
     """Prompts, buffer and model of a run."""
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.policy, self.records = config, Policy(), Records()
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.02)
+    def __init__(self, config: Config, on_step: Callable[[int], None]) -> None:
+        self.config, self.on_step, self.policy, self.records = config, on_step, Policy(), Records()
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.004)
         self.server = Server(config, self.policy)
         self.source = PromptSource([number % DIGITS for number in range(config.prompts)], epochs=1)
         has_differences: Callable[[Any], bool] = lambda group: np.ptp(group["reward"]) > 0  # noqa: E731
@@ -263,7 +272,7 @@ class Run:
             self.server.load(self.policy, version)
             if saver is not None and (version % self.config.every == 0 or not self.left):
                 await saver.save_soon(version, **self.parts)
-            print("step", version, flush=True)
+            self.on_step(version)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -342,44 +351,59 @@ def plot(run: Run, path: Path) -> None:
 
 # -- killing and resuming ---------------------------------------------------------------------------------------------
 
-
-def start(config: Config, directory: Path | None) -> subprocess.Popen[str]:
-    """This program once more, which prints its steps, then the numbers of the end."""
-    names = ("seed", "prompts", "workers", "max_age", "latency", "failures", "every")
-    options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
-    options += [] if directory is None else [f"--checkpoint={directory}", "--resume"]
-    command = [sys.executable, __file__, "--child", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+# Processes are forked from one that has imported everything: so they start in a fraction of a second.
+processes = multiprocessing.get_context("forkserver")
 
 
-def killed(child: subprocess.Popen[str], at: int, delay: float) -> str:
-    """Kills a child some time after it has come to a step: the last line that it has printed."""
-    with child:
-        assert child.stdout is not None
-        last = "nothing"
-        for line in child.stdout:
-            last = line.strip()
-            if not last.startswith("step") or int(last.split()[1]) >= at:
-                break
-        time.sleep(delay)
-        child.kill()  # SIGKILL: nothing in the child gets a chance to tidy up
-        return [last, *(line.strip() for line in child.stdout)][-1][:40]
+def child(config: Config, parent: Connection) -> None:
+    """A process that trains, sends its steps, then the numbers of the end."""
+    parent.send(report(trained(config, parent.send)))
+
+
+def start(config: Config) -> tuple[ForkServerProcess, Connection]:
+    received, sent = processes.Pipe(duplex=False)
+    process = processes.Process(target=child, args=(config, sent))
+    process.start()
+    sent.close()
+    return process, received
+
+
+def killed(config: Config, at: int, delay: float) -> int:
+    """Kills a process some time after it has come to a step: the last step that it has told of."""
+    process, received = start(config)
+    step = 0
+    while step < at and isinstance(found := received.recv(), int):
+        step = found
+    time.sleep(delay)
+    process.kill()  # SIGKILL: nothing in it gets a chance to tidy up
+    process.join()
+    return step
+
+
+def finished(process: ForkServerProcess, received: Connection) -> dict[str, Any]:
+    """The numbers of a process that is left alone."""
+    while isinstance(found := received.recv(), int):
+        pass
+    process.join()
+    return dict(found)
 
 
 def compare(config: Config, directory: Path) -> bool:
     """Kills and resumes a run; whether it has settled the same prompts as one that was left alone, each once."""
+    processes.set_forkserver_preload(["torch._dynamo", "matplotlib.figure", "asyncbuf"])
+    left_alone, resumed = (dataclasses.replace(config, checkpoint=path, resume=True) for path in (None, directory))
     rng = random.Random(config.seed)
-    steps = max(1, config.prompts // (2 * GROUPS))  # at least about so many, however many groups are filtered out
-    moments = sorted(rng.randint(0, steps) for _ in range(config.kill))
-    reference = start(config, None)
-    for number, at in enumerate(moments, 1):
-        last = killed(start(config, directory), at, 0.1 * rng.random())
-        print(f"process {number} was killed after {last}; latest checkpoint: {Checkpointer(directory).latest()}")
-    survivor = start(config, directory)
-    expected, found = (json.loads(child.communicate()[0].splitlines()[-1]) for child in (reference, survivor))
+    steps = config.prompts // (3 * GROUPS)  # there are more than that, however many groups are filtered out
+    expected = finished(*start(left_alone))
+    for number, at in enumerate(sorted(rng.randint(0, steps) for _ in range(config.kill)), 1):
+        step = killed(resumed, at, 0.3 * rng.random())
+        print(f"process {number} was killed after step {step}; latest checkpoint: {Checkpointer(directory).latest()}")
+    found = finished(*start(resumed))
     for name, numbers in (("left alone", expected), (f"killed {config.kill} times", found)):
         print(f"\n{name}:")
         show(numbers)
+    config.output.mkdir(parents=True, exist_ok=True)
+    (config.output / "async_grpo.json").write_text(json.dumps({"left_alone": expected, "killed": found}))
     settled = [sorted(numbers["trained"] + numbers["filtered"]) for numbers in (expected, found)]
     return settled[0] == settled[1] and is_sound(expected, config) and is_sound(found, config)
 
@@ -393,13 +417,23 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+def trained(config: Config, on_step: Callable[[int], None]) -> Run:
+    """A run to its end."""
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)  # the initial weights
+    run = Run(config, on_step)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run.train())
+    return run
+
+
 def parse_arguments() -> Config:
     parser = argparse.ArgumentParser(description="asynchronous GRPO, with simulated generation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=1600, help="how many prompts, each of which is trained on once")
+    parser.add_argument("--prompts", type=int, default=1200, help="how many prompts, each of which is trained on once")
     parser.add_argument("--workers", type=int, default=32, help="how many groups are generated at once")
     parser.add_argument("--max-age", type=int, default=4, help="how many versions behind a token may be")
-    parser.add_argument("--latency", type=float, default=0.002, help="seconds for a token, on average")
+    parser.add_argument("--latency", type=float, default=0.01, help="seconds for four tokens, on average")
     parser.add_argument("--failures", type=float, default=0.002, help="the share of requests that fail")
     parser.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the whole run")
     parser.add_argument("--every", type=int, default=2, help="training steps between two checkpoints")
@@ -407,14 +441,14 @@ def parse_arguments() -> Config:
     parser.add_argument(
         "--kill", type=int, default=0, help="kill it so often, and compare it with an uninterrupted run"
     )
-    parser.add_argument("--output", type=Path, default=Path(), help="directory for the picture")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--output", type=Path, default=Path(), help="directory for the picture, or the numbers of --kill"
+    )
     return Config(**vars(parser.parse_args()))
 
 
 def main() -> None:
     config = parse_arguments()
-    torch.set_num_threads(1)
     if config.kill:
         with contextlib.ExitStack() as stack:
             directory = config.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -423,15 +457,9 @@ def main() -> None:
             same = compare(config, directory)
         print("\nthe same prompts, each once" if same else "\nNOT THE SAME")
         sys.exit(0 if same else 1)
-    torch.manual_seed(config.seed)  # the initial weights
     started = time.perf_counter()
-    run = Run(config)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(run.train())
+    run = trained(config, lambda step: print(f"step {step}", flush=True))
     found = report(run)
-    if config.child:
-        print(json.dumps(found))
-        return
     path = config.output / "async_grpo.png"
     plot(run, path)
     show(found)
