@@ -150,9 +150,7 @@ def is_complete(rollout: Rollout) -> bool:
 def item(prompt: dict[str, int], rollout: Rollout) -> dict[str, Any]:
     """What is stored of an answer, with its reward: 1 if the digits have the sum that was asked for, else 0."""
     right = sum(rollout["token"]) % DIGITS == prompt["wanted"]
-    tokens = {"logprob": torch.tensor(rollout["logprob"])}
-    tokens |= {name: torch.tensor(rollout[name]) for name in ("state", "token", "version")}
-    return {"prompt": prompt["id"], "reward": float(right), "oldest": min(rollout["version"]), **tokens}
+    return {"prompt": prompt["id"], "reward": float(right), "oldest": min(rollout["version"]), **rollout}
 
 
 @dataclass
@@ -287,7 +285,7 @@ class Run:
             groups = groupby(self.buffer.unfinished(), lambda slot: slot.payload["id"])
             unfinished = deque(list(slots) for _, slots in groups)
             async with asyncio.TaskGroup() as tasks:
-                for slowness in [10.0, *[1.0] * (self.config.workers - 1)]:  # the first one is a straggler
+                for slowness in [5.0, *[1.0] * (self.config.workers - 1)]:  # the first one is a straggler
                     self.buffer.watch(tasks.create_task(self.work(unfinished, slowness)), "producer")
                 self.buffer.watch(tasks.create_task(self.learn(saver)), "consumer")
 
@@ -433,7 +431,7 @@ def parse_arguments() -> Config:
     parser.add_argument("--prompts", type=int, default=1200, help="how many prompts, each of which is trained on once")
     parser.add_argument("--workers", type=int, default=32, help="how many groups are generated at once")
     parser.add_argument("--max-age", type=int, default=4, help="how many versions behind a token may be")
-    parser.add_argument("--latency", type=float, default=0.01, help="seconds for four tokens, on average")
+    parser.add_argument("--latency", type=float, default=0.02, help="seconds for four tokens, on average")
     parser.add_argument("--failures", type=float, default=0.002, help="the share of requests that fail")
     parser.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the whole run")
     parser.add_argument("--every", type=int, default=2, help="training steps between two checkpoints")
