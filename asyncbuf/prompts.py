@@ -131,6 +131,7 @@ class PromptSource(Generic[PromptT]):
         self._given = 0  # names each prompt that is handed out
         self._out: dict[int, int] = {}  # the ids of those under way
         self._names: dict[int, deque[int]] = {}  # and by id, how they are named
+        self._held: Counter[int] = Counter()  # how many of these are in the checkpoint elsewhere
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._waiters: dict[asyncio.Future[None], None] = {}
 
@@ -286,6 +287,24 @@ class PromptSource(Generic[PromptT]):
         """
         return self._settled(self._checked(id), "discarded")
 
+    def hold(self, id: int) -> bool:
+        """A prompt that is under way is in the checkpoint elsewhere, as in a reservation of a buffer.
+
+        After a restore it is under way still, and not given again, until it is done, discarded or put back. Call it
+        right after ``await buffer.reserve(...)``, with no ``await`` between, and save both with one ``Checkpointer``.
+
+        Returns:
+            Whether it was under way, and not held.
+
+        Raises:
+            TypeError, ValueError: there is no prompt with this id.
+        """
+        id = self._checked(id)
+        if self._held[id] >= len(self._names.get(id, ())):
+            return False
+        self._held[id] += 1
+        return True
+
     def put_back(self, id: int) -> bool:
         """A prompt is to be handed out again, before all fresh ones and behind those that were put back before.
 
@@ -327,6 +346,9 @@ class PromptSource(Generic[PromptT]):
         del self._out[names.popleft()]
         if not names:
             del self._names[id]
+        self._held[id] -= self._held[id] > 0  # of several, those that are held come first
+        if not self._held[id]:
+            del self._held[id]
         self._counts[how] += 1
         if not self._out:
             self._wake()
@@ -367,9 +389,10 @@ class PromptSource(Generic[PromptT]):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, epoch, position and weights; the ids of the prompts to be given again; counters."""
-        again = [*self._out.values(), *self._line]
-        counts = {**self._counts, "handed_out": self._counts["handed_out"] - len(self._out)}
+        """Seed, epoch, position and weights; the ids of prompts to be given again, and of those held; counters."""
+        held, given = self._separated()
+        again = [*given, *self._line]
+        counts = {**self._counts, "handed_out": self._counts["handed_out"] - len(given)}
         return {
             "prompts": self._length,
             "shuffle": self._shuffle,
@@ -377,12 +400,21 @@ class PromptSource(Generic[PromptT]):
             "epoch": self._epoch,
             "position": self._position,
             "again": torch.tensor(again, dtype=torch.int64, device="cpu"),
+            "held": torch.tensor(held, dtype=torch.int64, device="cpu"),
             "weights": self.weights,
             "counts": counts,
         }
 
+    def _separated(self) -> tuple[list[int], list[int]]:
+        """The ids of the prompts under way: those that are held, and those that are not."""
+        left, held, given = Counter(self._held), [], []
+        for id in self._out.values():
+            (held if left[id] else given).append(id)
+            left[id] -= left[id] > 0
+        return held, given
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was saved. Prompts that were under way then are the next ones.
+        """Go on where the state was saved. Prompts that were under way then, and not held, are the next ones.
 
         Raises:
             CheckpointMismatchError: it is that of another data set, or of other settings.
@@ -392,22 +424,30 @@ class PromptSource(Generic[PromptT]):
         is_weighted = isinstance(state, dict) and state.get("weights") is not None
         kinds: dict[str, type] = dict(prompts=int, shuffle=bool, seed=Seed, epoch=int, position=int, again=torch.Tensor)
         kinds |= dict(weights=torch.Tensor if is_weighted else type(None), counts=dict)
-        prompts, shuffle, seed, epoch, position, again, weights, counts = fields(state, name, **kinds)
+        kinds |= {"held": torch.Tensor} if isinstance(state, dict) and "held" in state else {}  # later than the others
+        prompts, shuffle, seed, epoch, position, again, weights, counts, *more = fields(state, name, **kinds)
         same(prompts, self._length, f"{name}: number of prompts")
         same(shuffle, self._shuffle, f"{name}: shuffle")
         same(is_weighted, self._tree is not None, f"{name}: whether prompts have weights")
         ids = int64s(again, f"{name}: expected again")
-        if position > self._length or not ((ids >= 0) & (ids < self._length)).all():
+        held = int64s(more[0], f"{name}: expected held") if more else ids[:0]
+        known = np.concatenate([ids, held])
+        if position > self._length or not ((known >= 0) & (known < self._length)).all():
             raise CheckpointCorruptError(f"{name}: expected a position and ids of {self._length} prompts, found others")
         tree = _saved_tree(weights, self._length, name) if is_weighted else None
         counts = dict(zip(_COUNTS, fields(counts, f"{name}: counts", **dict.fromkeys(_COUNTS, int)), strict=True))
-        if counts["handed_out"] != counts["done"] + counts["discarded"] + counts["put_back"]:
+        if counts["handed_out"] != counts["done"] + counts["discarded"] + counts["put_back"] + len(held):
             raise CheckpointCorruptError(f"{name}: expected counts that make up handed_out, found {counts}")
         self._tree, self._seed, self._hash = tree, seed, CounterHash(seed)
         self._epoch, self._position, self._order = epoch, position, None
         self._line = deque(ids.tolist())
         self._in_line = Counter(self._line)
         self._out, self._names, self._counts = {}, {}, counts
+        self._held = Counter(held.tolist())
+        for given, id in enumerate(held.tolist(), self._given):
+            self._out[given] = id
+            self._names.setdefault(id, deque()).append(given)
+        self._given += len(held)
         self._wake()
 
 
