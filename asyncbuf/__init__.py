@@ -2,6 +2,8 @@
 
 from asyncbuf import integrations as integrations
 from asyncbuf._ingest.n_step_adder import NStepAdder
+from asyncbuf._ingest.producer import Producer
+from asyncbuf._ingest.slots import Slot
 from asyncbuf._plain.registry import Container, register_codec, register_container, register_type
 from asyncbuf._version import __version__
 from asyncbuf.batch import Batch, Draw
@@ -23,10 +25,12 @@ from asyncbuf.errors import (
     ItemsLostWarning,
     PrefetchError,
     ReadOnlyError,
+    ReservationError,
     SchemaError,
     SupersededError,
     WrongLoopError,
 )
+from asyncbuf.lease import Lease
 from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MinSize, Queue, SampleToInsertRatio
 from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
@@ -52,7 +56,9 @@ from asyncbuf.sampler import (
     TrajectorySampler,
     WeightedSampler,
 )
-from asyncbuf.stats import BufferStats
+from asyncbuf.shard import Shard
+from asyncbuf.staleness import Staleness
+from asyncbuf.stats import BufferStats, Ledger
 from asyncbuf.storage import (
     ColumnStorage,
     CompressedStorage,
@@ -108,6 +114,8 @@ __all__ = [
     "ImmutableDatasetWriter",
     "ItemsLostWarning",
     "JoinedSampler",
+    "Lease",
+    "Ledger",
     "Limiter",
     "ListStorage",
     "MaxAhead",
@@ -124,6 +132,7 @@ __all__ = [
     "Prepared",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "Producer",
     "PromptCounts",
     "PromptDataset",
     "PromptSource",
@@ -133,6 +142,7 @@ __all__ = [
     "ReadOnlyError",
     "Replay",
     "ReplayBuffer",
+    "ReservationError",
     "ReservoirWriter",
     "RestoredCheckpoint",
     "RoundRobinWriter",
@@ -146,10 +156,13 @@ __all__ = [
     "SaveProgress",
     "SaveStage",
     "SchemaError",
+    "Shard",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "Slot",
     "Snapshot",
     "Snapshotable",
+    "Staleness",
     "StopSignal",
     "Storage",
     "StratifiedSampler",

@@ -19,14 +19,16 @@ from asyncbuf._runtime.threads import Threads
 from asyncbuf._table.gate import HistoryGate
 from asyncbuf._table.noting import NotingTable
 from asyncbuf._table.table import Table
+from asyncbuf._table.versioned import VersionedTable
 from asyncbuf.checkpoint._buffer_state import BufferState, Config
 from asyncbuf.checkpoint._snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.stats import BufferStats
+from asyncbuf.stats import BufferStats, Ledger
 
 if TYPE_CHECKING:
     from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.queue import TicketQueue
+    from asyncbuf.shard import Ranks
 
 # Up to so many rows of a batch, nobody asks whether they fit into memory.
 _LARGE = 1 << 20
@@ -42,11 +44,14 @@ class Assembly:
         life: state and reason of the whole buffer.
         gate: the history.
         table: storage, writer, sampler, limiter and generator.
+        versions: the same, if it counts versions of the model; else None.
         guard: knows which calls come from within the work that has to answer them.
         stalls: looks after calls that wait, and after the tasks that are watched.
         admission: writers that the limiter holds back; None if it holds nobody back.
         writes: the way of an item.
         queues: tickets that nobody has taken, and the consumers that wait for them.
+        leases: batches that consumers have for a while.
+        ranks: those that share each batch; None before there are any.
         drawer: draws tickets.
         gatherer: reads their rows.
         fetcher: makes them into batches.
@@ -64,8 +69,13 @@ class Assembly:
         self.life = Lifecycle()
         self.gate = HistoryGate()
         limiter = config.limiter
-        kind = NotingTable if limiter.counts_unread or limiter.counts_overwrites else Table
-        self.table = kind(storage, config.writer, sampler, limiter, config.generator, config.batch_size)
+        parts = storage, config.writer, sampler, limiter, config.generator, config.batch_size, config.key_window
+        self.table: Table
+        self.versions: VersionedTable | None = None
+        if config.staleness is not None:
+            self.table = self.versions = VersionedTable(*parts, staleness=config.staleness)
+        else:
+            self.table = (NotingTable if limiter.counts_unread or limiter.counts_overwrites else Table)(*parts)
         self.guard = ReentryGuard()
         last_writer, limiter = LastWriter(), config.limiter
         is_certain = sampler.trusted and limiter.trusted
@@ -90,6 +100,7 @@ class Assembly:
             if limiter.holds_writers or self.table.limits.notes_rows
             else None
         )
+        durability = self.table.durability
         prefetch = Prefetch(
             self.table,
             chain,
@@ -100,11 +111,17 @@ class Assembly:
             depth=config.prefetch,
             workers=config.workers,
             combine=combine if combines_at_once else None,
-            refuse=(self.stalls.close,) if self.admission is None else (self.stalls.close, self.admission.refuse),
+            refuse=(
+                self.stalls.close,
+                durability.refuse,
+                *(() if self.admission is None else (self.admission.refuse,)),
+            ),
             went_on=None if self.admission is None else self.admission.changed,
             stalls=self.stalls,
         )
         self.queues = prefetch.queues
+        self.leases = prefetch.leases
+        self.ranks: Ranks | None = None
         self.drawer = prefetch.drawer
         self.gatherer = prefetch.gatherer
         self.fetcher = prefetch.fetcher
@@ -121,9 +138,29 @@ class Assembly:
         """Close a buffer whose event loop was closed under it."""
         if self.life.is_orphaned:
             self.background.abandon()
+            self.table.durability.forget()
             if self.admission is not None:
                 self.admission.forget()
         self.freezer.recover()
+
+    def advance_version(self, version: int | None) -> int:
+        """A version of the model begins: its number. In an exclusive turn of the history.
+
+        Raises:
+            TypeError: nobody counts versions.
+            ValueError: the version is not a later one.
+        """
+        table = self.versions
+        if table is None:
+            raise TypeError("advance_version: expected a buffer made with staleness=Staleness(2), found one without")
+        if version is None:
+            version = table.version + 1
+        elif version < table.version:
+            raise ValueError(f"version: expected one from {table.version} on, the current one, found {version}")
+        table.advance(version)
+        self.drawer.drop_stale()
+        self.drawer.table_changed()
+        return version
 
     def finish(self) -> None:
         """No more items will come; writers that wait are told. In a turn of the history."""
@@ -139,12 +176,12 @@ class Assembly:
             TypeError: the sampler cannot end a pass; nothing has changed.
         """
         self.table.end_epoch()
-        return self.drawer.flush()
+        return self.drawer.flush("restart_epoch")
 
     def clear(self) -> None:
         """Forget items and tickets. In an exclusive turn of the history."""
         self.table.clear()
-        self.drawer.flush()
+        self.drawer.flush("empty")
 
     def queue(self, batch_size: int | None) -> TicketQueue:
         """The queue of a batch size; that of the buffer if None.
@@ -174,6 +211,7 @@ class Assembly:
             drawn=counts.drawn,
             delivered=counts.delivered,
             dropped=counts.dropped,
+            leased=len(self.leases),
             queued=queues.queued,
             in_flight=queues.in_flight,
             waiting_consumers=queues.waiting,
@@ -185,6 +223,26 @@ class Assembly:
             inline_gathers=gatherer.inline,
             thread_gathers=gatherer.elsewhere,
             stale_priorities=table.stale_priorities,
+            ledger=self.ledger(),
+        )
+
+    def ledger(self) -> Ledger:
+        """What became of items and tickets, at this moment."""
+        table, counts, tally = self.table, self.queues.counts, self.table.tally
+        return Ledger(
+            written=table.write_count,
+            stored=table.size,
+            evicted=tally.all_evicted(),
+            duplicates=tally.duplicates,
+            drawn=counts.drawn,
+            delivered=counts.delivered,
+            leased=len(self.leases),
+            queued=self.queues.queued,
+            dropped=dict(tally.dropped),
+            reserved=table.reservations.made,
+            fulfilled=table.reservations.committed,
+            reserved_open=len(table.reservations),
+            given_up=dict(table.reservations.given_up),
         )
 
     def why_blocked(self) -> str:
@@ -192,6 +250,9 @@ class Assembly:
         reasons = self.freezer.blocked(self.queues.waiting, self.pipeline.blocked)
         if self.admission is not None:
             reasons += self.admission.blocked()
+        reasons += self.table.durability.blocked()
+        if self.ranks is not None:
+            reasons += self.ranks.blocked()
         if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
             reasons.append(str(self.writes.last_writer))
         if reasons:

@@ -10,9 +10,11 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from asyncbuf._runtime.arguments import count, fits_memory, flag, instance_of, shown
+from asyncbuf._table.deliveries import DEFAULT_WINDOW
 from asyncbuf.limiter import Limiter, MinSize, Queue
 from asyncbuf.limiter._keep_unread import KeepUnread
 from asyncbuf.sampler import RandomSampler, Sampler
+from asyncbuf.staleness import Staleness
 from asyncbuf.storage import Storage
 from asyncbuf.writer import RoundRobinWriter, Writer
 
@@ -43,6 +45,8 @@ class BufferConfig:
         device: where the tensors of a batch go in the end; None leaves them where they are.
         pin_memory: whether they go through page-locked memory.
         generator: randomness of all draws.
+        staleness: how old items may be, in versions of the model; None if nobody counts versions.
+        key_window: how many keys of writes are kept.
     """
 
     storage: Storage
@@ -59,6 +63,8 @@ class BufferConfig:
     device: torch.device | None
     pin_memory: bool
     generator: torch.Generator
+    staleness: Staleness | None
+    key_window: int = DEFAULT_WINDOW
 
     @classmethod
     def checked(
@@ -78,6 +84,8 @@ class BufferConfig:
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        staleness: Staleness | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> Self:
         """Check the arguments of ``ReplayBuffer``, alone and against each other.
 
@@ -102,6 +110,8 @@ class BufferConfig:
             device=_device(device),
             pin_memory=flag(pin_memory, "pin_memory"),
             generator=_generator(generator),
+            staleness=_staleness(staleness),
+            key_window=count(key_window, "key_window", 1, example=DEFAULT_WINDOW),
         )
         config._check_together()
         return config
@@ -138,7 +148,18 @@ class BufferConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments that make such a buffer again, without the generator."""
-        names = ("storage", "sampler", "writer", "overwrite", "batch_size", "prefetch", "workers", "collate_fn")
+        names = (
+            "storage",
+            "sampler",
+            "writer",
+            "overwrite",
+            "batch_size",
+            "prefetch",
+            "workers",
+            "collate_fn",
+            "staleness",
+            "key_window",
+        )
         arguments = {name: getattr(self, name) for name in (*names, "device", "pin_memory")}
         return {**arguments, "limiter": self.own_limiter, "transform": list(self.transforms)}
 
@@ -192,6 +213,13 @@ def _waiting(overwrite: Any, limiter: Limiter, storage: Storage, sampler: Sample
             'found "wait", which needs a RoundRobinWriter'
         )
     return limiter & (Queue(storage.capacity) if lets_leave(sampler) else KeepUnread())
+
+
+def _staleness(value: Any) -> Staleness | None:
+    if value is None:
+        return None
+    staleness: Staleness = instance_of(value, Staleness, "staleness", example="Staleness(2)", arguments="max_age")
+    return staleness
 
 
 def _generator(value: Any) -> torch.Generator:

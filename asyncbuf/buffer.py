@@ -8,39 +8,52 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, Self
 
-import torch
-
 from asyncbuf._assembly import Assembly
 from asyncbuf._config import BufferConfig
 from asyncbuf._from_dataset import FromDataset
-from asyncbuf._ingest.n_step_adder import NStepAdder
+from asyncbuf._ingest.delivery_methods import DeliveryMethods
 from asyncbuf._prefetch.queue import EpochCursor
-from asyncbuf._runtime.arguments import instance_of, seconds
+from asyncbuf._runtime.arguments import seconds
 from asyncbuf._runtime.async_only import AsyncOnly
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
+from asyncbuf._table.deliveries import DEFAULT_WINDOW
+from asyncbuf._version_methods import VersionMethods
 from asyncbuf._watch_methods import WatchMethods
+from asyncbuf._write_methods import WriteMethods
 from asyncbuf.batch import DataT_co
 from asyncbuf.checkpoint._methods import SnapshotMethods
 from asyncbuf.errors import BufferClosedError
-from asyncbuf.sampler._tracker import ItemKeys
-from asyncbuf.sampler.n_step import NStep
+from asyncbuf.lease import LeaseMethods
 from asyncbuf.stream import BatchStream
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
+    import torch
+
     from asyncbuf._config import Transform
     from asyncbuf.batch import Batch
     from asyncbuf.limiter import Limiter
     from asyncbuf.sampler import Sampler
+    from asyncbuf.staleness import Staleness
     from asyncbuf.stats import BufferStats
     from asyncbuf.storage import Storage
     from asyncbuf.writer import Writer
 
 
-class ReplayBuffer(FromDataset, SnapshotMethods, WatchMethods, AsyncOnly, Generic[DataT_co]):
+class ReplayBuffer(
+    FromDataset,
+    SnapshotMethods,
+    WriteMethods,
+    DeliveryMethods,
+    LeaseMethods[DataT_co],
+    VersionMethods,
+    WatchMethods,
+    AsyncOnly,
+    Generic[DataT_co],
+):
     """A replay buffer and prefetching sampler for asyncio.
 
     Coroutines write items in with ``extend`` and ``add`` and await batches with ``sample`` and ``async for``. All calls
@@ -73,6 +86,9 @@ class ReplayBuffer(FromDataset, SnapshotMethods, WatchMethods, AsyncOnly, Generi
         device: where the tensors of a batch go in the end; None leaves them on the CPU.
         pin_memory: whether they go through page-locked memory; needs an accelerator.
         generator: randomness of all draws; a freshly seeded one if None. Global generators are never used.
+        staleness: which version of the model made each item, and how old an item may get; None if nobody counts
+            versions.
+        key_window: how many keys are kept of writes that have one, those written last, from 1.
 
     Raises:
         TypeError, ValueError: an argument is not of the kind or in the range that is expected.
@@ -95,6 +111,8 @@ class ReplayBuffer(FromDataset, SnapshotMethods, WatchMethods, AsyncOnly, Generi
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        staleness: Staleness | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> None:
         config = BufferConfig.checked(
             storage,
@@ -111,6 +129,8 @@ class ReplayBuffer(FromDataset, SnapshotMethods, WatchMethods, AsyncOnly, Generi
             device=device,
             pin_memory=pin_memory,
             generator=generator,
+            staleness=staleness,
+            key_window=key_window,
         )
         self._config = config
         self._arguments, self._generator = config.arguments, config.generator
@@ -205,120 +225,6 @@ class ReplayBuffer(FromDataset, SnapshotMethods, WatchMethods, AsyncOnly, Generi
         if self._freezer.frozen is not None and not within_frozen:
             self._freezer.refuse_within()
         return _one_turn()
-
-    # -- writing ------------------------------------------------------------------------------------------------------
-
-    async def extend(self, items: Any, *, priority: Any = None, table: str | None = None) -> torch.Tensor:
-        """Write items: all of them or, with an error, none.
-
-        A call that is cancelled while it waits for its turn has written none. Once a thread copies them, which it does
-        with more than 1 MiB, all of them are written before the call ends as cancelled.
-
-        Args:
-            items: a tree whose leaves have shape ``[items, *item]``, which are copied; for ``ListStorage`` a sequence
-                of items, which are kept as they are. Of more items than the capacity the last ones stay.
-            priority: for a sampler with priorities, those of the items: float ``[items]``, or one number for all. None
-                leaves them to the sampler.
-            table: with a ``TableWriter``, name of the table that the items go into.
-
-        Returns:
-            The rows of the items that stay, in order: int64 ``[min(items, capacity)]``.
-
-        Raises:
-            SchemaError: keys, shapes or dtypes differ from those of the items before, or there is no item.
-            BufferClosedError: the buffer was closed, or ``finish`` was called.
-            BufferFailedError: the background work ended.
-            TypeError, ValueError: there is no such table.
-        """
-        await self._turn()
-        placement = await self._writes.write(self._prepare, items, priority, table)
-        return torch.from_numpy(placement.rows)
-
-    async def add(self, item: Any, *, priority: Any = None, table: str | None = None) -> int | None:
-        """Write one item, whose leaves have no leading axis; otherwise as ``extend``.
-
-        Returns:
-            Its row; None if the writer does not keep it.
-        """
-        await self._turn()
-        runs = (await self._writes.write(self._prepare_one, item, priority, table)).runs
-        return runs[0].row if runs else None
-
-    def adder(
-        self,
-        returns: NStep,
-        *,
-        end_key: str | Sequence[str] | None = None,
-        trajectory_key: str | None = None,
-        table: str | None = None,
-    ) -> NStepAdder:
-        """Make what writes items with n-step returns into this buffer.
-
-        Args:
-            returns: the number of steps, the discount and the fields.
-            end_key: path of the field that is true for the last item of a trajectory, or several such, as in
-                ``("terminated", "truncated")``.
-            trajectory_key: path of an integer field that tells trajectories apart, or environments.
-            table: name of the table that the items go into, for a writer with tables.
-
-        Raises:
-            TypeError, ValueError: an argument is not of the kind that is expected.
-        """
-        instance_of(returns, NStep, "returns", example="NStep(3, gamma=0.99)", arguments="n, gamma")
-        if table is not None:
-            self._table.check_into(table)
-        keys = ItemKeys(end_key, trajectory_key)
-        return NStepAdder(returns, keys, self._prepare, self._writes, self._turn, table)
-
-    async def finish(self) -> None:
-        """Say that no more items will come. Whoever waits for data that cannot come any more is told at once.
-
-        ``extend`` and ``add`` raise from here on, those that wait too. Batches can be had as long as enough items are
-        stored.
-        """
-        await self._turn()
-        await self._gate.apply(self._parts.finish, exclusive=False)
-
-    async def empty(self) -> None:
-        """Forget every item, and the tickets drawn from them; ``write_count`` and the numbers of tickets go on."""
-        await self._turn()
-        await self._gate.apply(self._parts.clear, exclusive=True)
-
-    async def remove(self, batch_or_indices: Batch[Any] | Any) -> int:
-        """Remove items before they are overwritten. Their rows are free for the next items.
-
-        Batches that were drawn before still have them. A pass goes on without those that it has not come to.
-
-        Args:
-            batch_or_indices: a batch, of which rows that were replaced since it was drawn are left out; or rows,
-                integers ``[n]``, of which those without an item are left out. Each counts once.
-
-        Returns:
-            How many items were removed.
-
-        Raises:
-            TypeError: the rows are not integers.
-            IndexError: one is not a row of the storage.
-        """
-        await self._turn()
-        return await self._writes.remove(batch_or_indices)
-
-    async def update_priority(self, batch_or_indices: Batch[Any] | Any, priority: Any) -> None:
-        """Tell the sampler new priorities; samplers without priorities ignore them.
-
-        Rows that were replaced or removed since the batch was drawn are left out, and counted in
-        ``stats().stale_priorities``. That needs the batch, or the very tensor ``batch.indices``: it is not known when
-        other rows were drawn.
-
-        Args:
-            batch_or_indices: a batch; or rows, as in ``batch.indices``: integers ``[n]``.
-            priority: float ``[n]``, in the order of the rows, or one number for all.
-
-        Raises:
-            TypeError, ValueError, IndexError: they do not fit each other or the storage.
-        """
-        await self._turn()
-        await self._writes.update_priority(batch_or_indices, priority)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

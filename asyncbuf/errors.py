@@ -68,6 +68,10 @@ class ReadOnlyError(AsyncBufError):
     """The buffer holds fixed data: nothing is written to it. Nothing has changed."""
 
 
+class ReservationError(AsyncBufError):
+    """A reservation is not open: it was committed, was given up, or is from before a restore. Nothing was written."""
+
+
 class CheckpointError(AsyncBufError):
     """A snapshot or checkpoint could not be written, read or restored. No live object has changed."""
 

@@ -144,3 +144,11 @@ def test_pickle_takes_about_the_bytes_of_the_batch() -> None:
     assert all(torch.equal(found[key], data[key]) for key in data)
     # The batch that was pickled still views the same memory.
     assert batch["field_0"].data_ptr() == block.data_ptr()
+
+
+def test_a_missing_key_of_info_is_explained() -> None:
+    batch = make({"x": torch.ones(4)}, Draw(torch.arange(4)))
+    with pytest.raises(KeyError, match="PrioritizedSampler has"):
+        _ = batch.info["weights"]
+    assert batch.info.get("weights") is None
+    assert "weights" not in batch.info

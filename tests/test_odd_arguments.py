@@ -41,6 +41,7 @@ from asyncbuf import (
     SampleToInsertRatio,
     SchemaError,
     Snapshot,
+    Staleness,
     StratifiedSampler,
     Subset,
     TableWriter,
@@ -71,6 +72,8 @@ NO_COUNT: list[Any] = [*NO_NUMBER, None, True, -1, 0, 1.0, 1.5, NAN, float("inf"
 NO_FUNCTION: list[Any] = [*(each for each in NO_NUMBER if each is not int), 3]
 NO_PRIORITY: list[Any] = ["x", {}, object(), True, 1j, [1.0] * 3, [NAN]]
 RETURNS = NStep(3, 0.9)
+NO_NAME: list[Any] = [*(each for each in NO_NUMBER if type(each) is not str), 3, None]
+NO_KEY: list[Any] = [*(each for each in NO_NUMBER if type(each) is not str), True, 1.0, NAN, np.int64(3), 2**63]
 NO_PATH: list[Any] = [None, 3, b"x", [], {}, object(), Path, 1.5]
 
 
@@ -99,6 +102,10 @@ def row(number: int) -> dict[str, torch.Tensor]:
 
 def make(**options: Any) -> ReplayBuffer:
     return ReplayBuffer(TensorStorage(9), **options)
+
+
+def versioned() -> ReplayBuffer:
+    return make(staleness=Staleness(1))
 
 
 def this_task() -> asyncio.Task[Any]:
@@ -153,6 +160,28 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.add.table": Case(
         lambda b, p, v: b.add({name: each[0] for name, each in rows(1).items()}, table=v), [*NO_NUMBER, 3], "table"
     ),
+    "ReplayBuffer.extend.key": Case(lambda b, p, v: b.extend(rows(2), key=v), NO_KEY, "key"),
+    "ReplayBuffer.add.key": Case(lambda b, p, v: b.add(row(1), key=v), NO_KEY, "key"),
+    "ReplayBuffer.key_window": Case(lambda b, p, v: make(key_window=v), NO_COUNT, "key_window"),
+    "ReplayBuffer.producer.name": Case(lambda b, p, v: b.producer(v), [*NO_NAME, ""], "producer"),
+    "ReplayBuffer.durable.key": Case(lambda b, p, v: b.durable(key=v), [*NO_KEY, "never written"], "key"),
+    "ReplayBuffer.durable.producer": Case(lambda b, p, v: b.durable(producer=v), [*NO_NAME[:-1], ""], "producer"),
+    "ReplayBuffer.durable.number": Case(
+        lambda b, p, v: b.durable(producer="p", number=v), [*NO_NUMBER, True, -1, 0, 1.0], "number"
+    ),
+    "ReplayBuffer.reserve.payload": Case(lambda b, p, v: b.reserve(v), [object(), lambda: 0, {1, 2}, int], "payload"),
+    "ReplayBuffer.reserve.key": Case(lambda b, p, v: b.reserve(0, key=v), NO_KEY, "key"),
+    "ReplayBuffer.reserve_group.payload": Case(
+        lambda b, p, v: b.reserve_group(v, 2), [object(), lambda: 0, {1, 2}, int], "payload"
+    ),
+    "ReplayBuffer.reserve_group.size": Case(lambda b, p, v: b.reserve_group(0, v), [*NO_COUNT, 10**9], "size"),
+    "ReplayBuffer.reserve_group.key": Case(lambda b, p, v: b.reserve_group(0, 2, key=v), NO_KEY, "key"),
+    "ReplayBuffer.reserve_group.least": Case(
+        lambda b, p, v: b.reserve_group(0, 2, least=v), [*NO_NUMBER, True, 0, 3, 1.0], "least"
+    ),
+    "ReplayBuffer.reserve_group.deadline": Case(
+        lambda b, p, v: b.reserve_group(0, 2, deadline=v), [*NO_TIME, 0], "deadline"
+    ),
     "ReplayBuffer.batch_size": Case(lambda b, p, v: make(batch_size=v), [*NO_COUNT[:8], 0, -1, 10**13], "batch_size"),
     "ReplayBuffer.prefetch": Case(
         lambda b, p, v: make(batch_size=2, prefetch=v), [*NO_NUMBER, None, -1, 10**9], "prefetch"
@@ -191,6 +220,22 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.aclose.timeout": Case(lambda b, p, v: b.aclose(v), NO_TIME, "timeout"),
     "ReplayBuffer.sample.batch_size": Case(
         lambda b, p, v: b.sample(v), [*NO_NUMBER, True, 0, -1, 1.0, NAN, np.int64(3), 10**13], "batch_size"
+    ),
+    "ReplayBuffer.lease.batch_size": Case(
+        lambda b, p, v: b.lease(v).__aenter__(), [*NO_NUMBER, True, 0, -1, 1.0, NAN, np.int64(3)], "batch_size"
+    ),
+    "ReplayBuffer.lease.timeout": Case(lambda b, p, v: b.lease(timeout=v), NO_TIME, "timeout"),
+    "ReplayBuffer.shard.rank": Case(lambda b, p, v: b.shard(v, 2), [*NO_NUMBER, None, True, -1, 2, 1.0], "rank"),
+    "ReplayBuffer.shard.world": Case(lambda b, p, v: b.shard(0, v), NO_COUNT, "world"),
+    "ReplayBuffer.staleness": Case(lambda b, p, v: make(staleness=v), [*NO_NUMBER, 2, Staleness], "staleness"),
+    "ReplayBuffer.extend.version": Case(
+        lambda b, p, v: versioned().extend(rows(2), version=v), [*NO_PRIORITY, 1.0, -1, [0, -1], 2**60], "version"
+    ),
+    "ReplayBuffer.add.version": Case(
+        lambda b, p, v: versioned().add(row(1), version=v), [*NO_PRIORITY, 1.0, -1, [0, 1], 2**60], "version"
+    ),
+    "ReplayBuffer.advance_version.version": Case(
+        lambda b, p, v: versioned().advance_version(v), [*NO_NUMBER, True, -1, 1.0, NAN, 2**60], "version"
     ),
     "ReplayBuffer.extend.items": Case(lambda b, p, v: b.extend(v), [*NO_NUMBER, None, 3, NAN, [{}]], ""),
     "ReplayBuffer.add.item": Case(lambda b, p, v: b.add(v), [*NO_NUMBER, None, 3, [], {}], ""),

@@ -12,6 +12,7 @@ from asyncbuf._plain.codec import decode, encode
 from asyncbuf._plain.state import fields
 from asyncbuf._plain.tree import Spec, flatten, unflatten
 from asyncbuf._plain.treespec import spec_from_plain, spec_to_plain
+from asyncbuf._table.versioned import REFUSED
 from asyncbuf.errors import CheckpointCorruptError, CheckpointError, SchemaError
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ class NStepAdder:
             return torch.empty(0, dtype=torch.int64)
         made = self._made(waiting, firsts, way)
         placement = await self._writes.write(self._prepare, made, table=self._table, written=written)
+        if placement.note is REFUSED:
+            written()
         return torch.from_numpy(placement.rows)
 
     def _found(self, waiting: _Waiting, *, ends_all: bool) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -11,24 +11,28 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 import torch
 
+from asyncbuf._ingest.claims import DuplicateError
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.supervisor import FAILURES
 from asyncbuf._runtime.threads import finish
 from asyncbuf._table import checks
+from asyncbuf._table.versioned import REFUSED, VersionedTable
 from asyncbuf.batch import Batch, drawn_rows
 from asyncbuf.errors import AsyncBufError, BufferClosedError
+from asyncbuf.rows import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncbuf._ingest.admission import Admission, Grant
+    from asyncbuf._ingest.claims import Claim
     from asyncbuf._ingest.last_writer import LastWriter
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf._table.table import Table
-    from asyncbuf.rows import Int64Array, Placement, WriteEvent
+    from asyncbuf.rows import Int64Array, WriteEvent
     from asyncbuf.storage import Prepared
 
     Prepare = Callable[[Any], Prepared]
@@ -89,6 +93,7 @@ class WritePath:
         self.last_writer = last_writer
         # What parts of a user keep of a write must not depend on who writes: torch modes, numpy.errstate and the like.
         self._asks_others = table.asks_others_to_write
+        self._versions = table if isinstance(table, VersionedTable) else None
         self._most_at_once = _MOST_TOLD if table.takes_parts else sys.maxsize
 
     async def write(
@@ -99,6 +104,8 @@ class WritePath:
         table: Any = None,
         *,
         written: Callable[[], None] | None = None,
+        version: Any = None,
+        begin: Callable[[], None] | None = None,
     ) -> Placement:
         """Write items: all of them or, with an error, none.
 
@@ -108,28 +115,77 @@ class WritePath:
             priority: the priorities of the items: float ``[items]``, or one number for all; None if they have none.
             table: name of the table that they go into; None if the writer has no tables.
             written: called in the step in which the items are in the table; must not fail.
+            version: the versions of the model that made the items: ints ``[items]``, or one for all; None if none was
+                said.
+            begin: called in the turn of the write, before anything changes; an error of it refuses the write.
 
         Returns:
-            Where they went.
+            Where they went; with ``REFUSED`` as its note, nowhere, because all of them are too old.
         """
         self.check_writable()
-        if priority is not None or table is not None or written is not None:
+        if priority is not None or table is not None or written is not None or version is not None:
             if table is not None:
                 self._table.check_into(table)
-            prepare = functools.partial(_prepared, prepare, priority, {"table": table, "written": written})
+            if version is not None and self._versions is None:
+                raise TypeError("version: expected none, because the buffer was made without staleness; found one")
+            more = {"table": table, "written": written}
+            prepare = functools.partial(_prepared, prepare, priority, version, more)
         self.last_writer.note()
         prepared = prepare(items)
         if self._admission is not None:
-            placement = self._write_at_once(self._admission, prepared)
-            return placement or await self._write_admitted(self._admission, prepared, prepare, items)
+            placement = self._write_at_once(self._admission, prepared, begin)
+            if placement is not None:
+                return placement
+            return await self._write_admitted(self._admission, prepared, prepare, items, begin)
         if self._is_small(prepared) and self._gate.is_free_for_writes:
+            if begin is not None:
+                return self._gate.run_now(self._write_begun, prepared, None, begin)
             return self._gate.run_now(self._write_here, prepared)
-        return await self._write_in_turn(prepared, prepare, items)
+        return await self._write_in_turn(prepared, prepare, items, None, begin)
+
+    async def write_once(
+        self,
+        claim: Claim,
+        prepare: Prepare,
+        items: Any,
+        priority: Any = None,
+        table: Any = None,
+        version: Any = None,
+    ) -> bool:
+        """Write items, unless they were written before; otherwise as ``write``.
+
+        Args:
+            claim: decides that in the turn of the write.
+            prepare: as in ``write``.
+            items: as in ``write``.
+            priority: as in ``write``.
+            table: as in ``write``.
+            version: as in ``write``.
+
+        Returns:
+            Whether they were written now.
+        """
+        try:
+            if claim.may_be_taken():
+                # A limiter must not hold back what is not written: so this is asked before, in a turn of its own.
+                self.check_writable()
+                await self._gate.apply(claim.begin, exclusive=True)
+            placement = await self.write(
+                prepare, items, priority, table, written=claim.written, version=version, begin=claim.begin
+            )
+        except DuplicateError:
+            return False
+        if placement.note is REFUSED:
+            claim.refused()
+            return False
+        return True
 
     def _is_small(self, prepared: Prepared) -> bool:
         return prepared.nbytes <= INLINE_BYTES and prepared.count <= self._most_at_once
 
-    def _write_at_once(self, admission: Admission, prepared: Prepared) -> Placement | None:
+    def _write_at_once(
+        self, admission: Admission, prepared: Prepared, begin: Callable[[], None] | None
+    ) -> Placement | None:
         """Write items that are admitted now and whose turn is now; None if not."""
         if not (self._is_small(prepared) and self._gate.is_free_for_writes):
             return None
@@ -137,26 +193,43 @@ class WritePath:
         if grant is None:
             return None
         try:
+            if begin is not None:
+                return self._gate.run_now(self._write_begun, prepared, grant, begin)
             return self._gate.run_now(self._write_here, prepared, grant)
         finally:
             admission.give_back(grant)
 
     async def _write_admitted(
-        self, admission: Admission, prepared: Prepared, prepare: Prepare, items: Any
+        self,
+        admission: Admission,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         grant = await admission.admit(prepared.count, self._table.limits.weigh(prepared))
         try:
-            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant)
+            return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:
             admission.give_back(grant)
 
     async def _write_in_turn(
-        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None = None
+        self,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        grant: Grant | None,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         if not self._is_small(prepared):
-            return await self._write_in_thread(prepared, prepare, items, grant)
+            return await self._write_in_thread(prepared, prepare, items, grant, begin)
         async with self._gate.turn(exclusive=True):
-            return self._write_here(self._confirmed(prepared, prepare, items), grant)
+            return self._write_begun(self._confirmed(prepared, prepare, items), grant, begin)
+
+    def _write_begun(self, prepared: Prepared, grant: Grant | None, begin: Callable[[], None] | None) -> Placement:
+        if begin is not None:
+            begin()
+        return self._write_here(prepared, grant)
 
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         if self._asks_others:
@@ -167,32 +240,51 @@ class WritePath:
             self._table.commit(placement)
             if grant is not None:
                 self._end(grant, placement)
-        if prepared.written is not None:
+        if prepared.written is not None and placement.note is not REFUSED:
             prepared.written()
         self._draws.table_changed()
         return placement
 
     def _write_rows(self, prepared: Prepared, grant: Grant | None) -> Placement:
+        if self._versions is not None and self._versions.refuses(prepared):
+            return Placement(prepared.count, (), REFUSED)
         placement, event = self._place(prepared)
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
-        return placement
+        return placement if self._versions is None else self._versions.still_there(placement)
 
     def _place(self, prepared: Prepared) -> tuple[Placement, WriteEvent | None]:
         placement = self._table.place_items(prepared)
         return placement, self._table.check_write(placement, prepared) if self._table.has_write_events else None
 
     async def _write_in_thread(
-        self, prepared: Prepared, prepare: Prepare, items: Any, grant: Grant | None
+        self,
+        prepared: Prepared,
+        prepare: Prepare,
+        items: Any,
+        grant: Grant | None,
+        begin: Callable[[], None] | None,
     ) -> Placement:
         try:
             async with self._gate.turn(exclusive=True):
                 prepared = self._confirmed(prepared, prepare, items)
+                cancelled = None
+                if self._versions is not None and shielded(self._versions.refuses, prepared):
+                    return Placement(prepared.count, (), REFUSED)
+                if begin is not None:
+                    begin()
                 placement, event = shielded(self._place, prepared)
                 copied = self._threads.copy(self._storage.write, prepared, placement.runs)
                 cancelled = await finish(copied)
                 copied.result()
-                cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
+                try:
+                    cancelled = await self._commit_in_parts(placement, event, grant) or cancelled
+                except GeneratorExit:  # the event loop was closed, and the items are in the table all the same
+                    if prepared.written is not None:
+                        prepared.written()
+                    raise
+                if self._versions is not None:
+                    placement = self._versions.still_there(placement)
                 if prepared.written is not None:
                     prepared.written()
                 self._draws.table_changed()
@@ -308,9 +400,11 @@ class WritePath:
         self._draws.table_changed()
 
 
-def _prepared(prepare: Prepare, priority: Any, more: dict[str, Any], items: Any) -> Prepared:
-    """Items that come with priorities, go into a table, or with something to do when they are written."""
+def _prepared(prepare: Prepare, priority: Any, version: Any, more: dict[str, Any], items: Any) -> Prepared:
+    """Items that come with priorities or versions, go into a table, or with something to do when they are written."""
     found = prepare(items)
+    if version is not None:
+        more = {**more, "version": checks.versions(version, found.count)}
     if priority is not None:
         if isinstance(priority, float):
             priority = np.float64(priority)  # not by way of float32

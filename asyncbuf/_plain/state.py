@@ -95,7 +95,7 @@ def described(value: Any) -> str:
     return literal(value) if tensor_problem(value) is None else f"{value.dtype}, {value.layout}, {value.device}"
 
 
-def same(found: Any, expected: Any, what: str) -> None:
+def same(found: Any, expected: Any, what: str, hint: str = "") -> None:
     """Refuse a setting that differs.
 
     Raises:
@@ -103,7 +103,9 @@ def same(found: Any, expected: Any, what: str) -> None:
     """
     if type(found) is not type(expected) or found != expected:
         shown = repr(found) if type(found) in _ATOMS or type(found) is list else literal(found)
-        raise CheckpointMismatchError(f"{what}: expected {expected!r}, as in this buffer; the checkpoint has {shown}")
+        raise CheckpointMismatchError(
+            f"{what}: expected {expected!r}, as in this buffer; the checkpoint has {shown}{hint}"
+        )
 
 
 def check_plain(value: Any, what: str) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.fetch import Fetcher
+    from asyncbuf._prefetch.leases import Leases
     from asyncbuf._prefetch.queue import TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
@@ -25,6 +26,7 @@ class Background:
         lifecycle: that of the buffer.
         gate: the history.
         queues: whose tickets are made into batches.
+        leases: batches that consumers have for a while.
         fetcher: whose work the workers do.
         drawer: ends what it is at before the buffer is closed.
         workers: how many.
@@ -36,6 +38,7 @@ class Background:
         lifecycle: Lifecycle,
         gate: HistoryGate,
         queues: TicketQueues,
+        leases: Leases,
         fetcher: Fetcher,
         drawer: Drawer,
         workers: int,
@@ -44,6 +47,7 @@ class Background:
         self._life = lifecycle
         self._gate = gate
         self._queues = queues
+        self._leases = leases
         self._fetcher = fetcher
         self._drawer = drawer
         self._workers = workers
@@ -82,6 +86,7 @@ class Background:
         self._supervisor = None
         self._gate.reset()
         self._drawer.abandon()
+        self._leases.give_all_back()
         self._queues.abandon()
         self._fetcher.abandon()
         self._life.closed()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class Counts:
-    """Counters of tickets and batches; ``drawn == delivered + queued + dropped`` at any moment.
+    """Counters of tickets and batches; ``drawn == delivered + leased + queued + dropped`` at any moment.
 
     Attributes:
         drawn: number of tickets ever drawn, and the number of the next one.
-        delivered: number of batches handed to consumers.
+        delivered: number of batches that consumers have for good.
         dropped: number of tickets that nobody gets.
         retries: number of tickets that were tried again after a failure.
         peak_queued: the largest number of tickets that nobody had taken.

@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.queue import Entry
+from asyncbuf._prefetch.entry import Entry
 from asyncbuf._prefetch.transforms import mixed_seed
 from asyncbuf._runtime.supervisor import FAILURES, as_failure, detached
-from asyncbuf.batch import Batch, Draw, Ticket, batch_of
+from asyncbuf.batch import Batch, Draw, Ticket, batch_of, ticket_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # So many tickets are drawn in a row before anybody looks at the clock; then, for so many seconds in one step.
 _BURST = 8
 _SLICE_SECONDS = 0.003
+# Why a ticket is dropped, in the ledger.
+STALE = "stale"
 
 
 class Drawer:
@@ -66,6 +68,7 @@ class Drawer:
         self._in_order = in_order
         self._life = lifecycle
         self._counts = queues.counts
+        self._tally = table.tally
         self._went_on = went_on
         self._starved = starved
         self._slices = _Slices(gate, lifecycle)
@@ -218,6 +221,13 @@ class Drawer:
             self._went_on()
         return batch_of(data, number, draw, 0, self._table.write_count)
 
+    def entry_of(self, batch: Batch, *, is_prefetched: bool) -> Entry:
+        """The ticket of a batch that was drawn and gathered in one step."""
+        seed = mixed_seed(self._table.generator.initial_seed(), batch.number)
+        entry = Entry(ticket_of(batch, seed), is_prefetched=is_prefetched)
+        entry.made(batch)
+        return entry
+
     # -- dropping -----------------------------------------------------------------------------------------------------
 
     def skip(self, queue: TicketQueue) -> int | None:
@@ -226,17 +236,35 @@ class Drawer:
         if entry is None:
             return None
         queue.notify()
-        self._dropped([entry])
+        self._dropped([entry], "skip")
         return entry.ticket.number
 
-    def flush(self) -> int:
-        """Drop every ticket that no call waits for: how many."""
+    def drop_stale(self) -> None:
+        """Let go what is too old: tickets, also those that calls wait for, which get others; and stored items."""
+        is_too_old = self._table.is_too_old
+        dropped = [entry for queue in self._queues for entry in queue.take_out(lambda e: is_too_old(e.ticket.draw))]
+        if dropped:  # ahead of the items: what they give back to the sampler may be too old itself
+            self._dropped(dropped, STALE)
+        self._table.evict_stale()
+
+    def drop_returned(self, entry: Entry) -> None:
+        """Drop a ticket that came back from a consumer and is too old by now."""
+        entry.dropped = True
+        self._dropped([entry], STALE)
+
+    def flush(self, cause: str = "flush") -> int:
+        """Drop every ticket that no call waits for: how many.
+
+        Args:
+            cause: why, for the ledger.
+        """
         dropped = [entry for queue in self._queues for entry in queue.drop()]
-        self._dropped(dropped)
+        self._dropped(dropped, cause)
         return len(dropped)
 
-    def _dropped(self, entries: Sequence[Entry]) -> None:
+    def _dropped(self, entries: Sequence[Entry], cause: str) -> None:
         self._counts.dropped += len(entries)
+        self._tally.drop(cause, len(entries))
         for entry in entries:
             self._table.dropped(entry.ticket.draw)
         self._fetcher.dropped(entries)

@@ -8,7 +8,7 @@ import functools
 from collections import deque
 from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.queue import Entry, Stage
+from asyncbuf._prefetch.entry import Entry, Stage
 from asyncbuf._prefetch.transforms import Partial
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.supervisor import FAILURES, detached

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
+    from asyncbuf._prefetch.entry import Entry
     from asyncbuf._prefetch.offload import Offload
-    from asyncbuf._prefetch.queue import Entry
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
     from asyncbuf.storage._shielded import StorageCalls

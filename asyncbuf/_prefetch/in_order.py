@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from asyncbuf._prefetch.queue import Entry, Stage
+from asyncbuf._prefetch.entry import Entry, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,7 +11,9 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._prefetch.queue import Stage, TicketQueue, Waiter
+from asyncbuf._prefetch.entry import Stage
+from asyncbuf._prefetch.queue import TicketQueue, Waiter
+from asyncbuf.batch import say_age
 from asyncbuf.errors import BufferClosedError
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from asyncbuf._prefetch.drawer import Drawer
     from asyncbuf._prefetch.in_order import InOrder
+    from asyncbuf._prefetch.leases import Leases
     from asyncbuf._prefetch.queue import EpochCursor, TicketQueues
     from asyncbuf._prefetch.transforms import TransformChain
     from asyncbuf._runtime.lifecycle import Lifecycle
@@ -35,6 +38,7 @@ class Pipeline:
         table: told of hand-overs.
         gate: the history.
         queues: where tickets and consumers wait.
+        leases: batches that consumers have for a while.
         drawer: draws what calls call for.
         in_order: knows which failed ticket holds up others.
         chain: the transforms.
@@ -50,6 +54,7 @@ class Pipeline:
         table: Table,
         gate: HistoryGate,
         queues: TicketQueues,
+        leases: Leases,
         drawer: Drawer,
         in_order: InOrder,
         chain: TransformChain,
@@ -59,6 +64,7 @@ class Pipeline:
         self._table = table
         self._gate = gate
         self._queues = queues
+        self._leases = leases
         self._counts = queues.counts
         self._drawer = drawer
         self._in_order = in_order
@@ -74,7 +80,7 @@ class Pipeline:
         """The queue of a batch size; all but the prefetched one draw only what is asked for."""
         return self._queues.of(batch_size)
 
-    def take_now(self, queue: TicketQueue, cursor: EpochCursor | None = None) -> Batch | None:
+    def take_now(self, queue: TicketQueue, cursor: EpochCursor | None = None, *, leased: bool = False) -> Batch | None:
         """Same effects as ``take``, without waiting: the call is answered and served in this step.
 
         Returns:
@@ -85,7 +91,7 @@ class Pipeline:
         if cursor is not None and not self._drawer.is_next(queue, cursor):
             return None
         if not queue.entries:
-            return self._make_now(queue, cursor)
+            return self._make_now(queue, cursor, leased=leased)
         if queue.entries[0].batch is None:
             return None
         queue.calls += 1
@@ -94,48 +100,91 @@ class Pipeline:
         except BaseException:
             queue.calls, queue.error = queue.calls - 1, None
             raise
-        return self._hand_over(queue, cursor)
+        return self._hand_over(queue, cursor, leased=leased)
 
-    def _make_now(self, queue: TicketQueue, cursor: EpochCursor | None) -> Batch | None:
+    def _make_now(self, queue: TicketQueue, cursor: EpochCursor | None, *, leased: bool) -> Batch | None:
         """A batch that is drawn, gathered and handed over in this step: no ticket has to be queued for that."""
         if not self._may_be_drawn_as_batch or queue.depth:
             return None
         batch = self._drawer.draw_batch(queue)
         if batch is None:
             return None
-        self._counts.delivered += 1
+        if self._table.version is not None:
+            say_age(batch, self._table.version)
+        if leased:
+            self._leases.begin(self._drawer.entry_of(batch, is_prefetched=queue is self.main_queue), queue)
+        else:
+            self._counts.delivered += 1
         if queue is not self.main_queue:
             self._queues.forget(queue)
         if cursor is not None:
             cursor.number, cursor.begun = batch.epoch, True
         return batch
 
-    def _hand_over(self, queue: TicketQueue, cursor: EpochCursor | None) -> Batch:
+    def _hand_over(self, queue: TicketQueue, cursor: EpochCursor | None, *, leased: bool) -> Batch:
         """The first batch of a queue goes to the first consumer."""
         entry = queue.hand_over()
         batch = entry.batch
         assert batch is not None
-        self._counts.delivered += 1
         if cursor is not None:
             cursor.number, cursor.begun = batch.epoch, True
+        if self._table.version is not None:
+            say_age(batch, self._table.version)
         if self._chain.handed_over is not None:
             self._chain.handed_over(batch.data)
-        if self._table.listens_to_hand_over:
-            self._gate.submit(functools.partial(self._handed_over, entry.ticket), exclusive=True)
+        if leased:
+            self._leases.begin(entry, queue)
+        else:
+            self._taken(entry.ticket)
         if queue is not self.main_queue:
             self._queues.forget(queue)
         return batch
+
+    def _taken(self, ticket: Ticket) -> None:
+        """A consumer has a batch for good."""
+        self._counts.delivered += 1
+        if self._table.listens_to_hand_over:
+            self._gate.submit(functools.partial(self._handed_over, ticket), exclusive=True)
+
+    def is_leased(self, batch: Batch) -> bool:
+        """Whether a consumer has it on lease, and no other state was put in place."""
+        return self._leases.entry(batch) is not None
+
+    def end_lease(self, batch: Batch, *, is_done: bool) -> None:
+        """A consumer is done with a batch that it had on lease, or gives it back: it is then first in line.
+
+        One that is too old by then is dropped. Does nothing if another state was put in place meanwhile, to which the
+        batch does not belong.
+        """
+        if is_done:
+            entry = self._leases.acknowledge(batch)
+            if entry is not None:
+                self._taken(entry.ticket)
+                if self._drawer.finished:
+                    self._queues.notify_all()
+        elif (entry := self._leases.entry(batch)) is not None and self._table.is_too_old(entry.ticket.draw):
+            self._gate.submit(functools.partial(self._drop, batch))
+        elif (queue := self._leases.give_back(batch)) is not None:
+            queue.notify()
+
+    def _drop(self, batch: Batch) -> None:
+        entry = self._leases.acknowledge(batch)
+        if entry is not None:
+            self._drawer.drop_returned(entry)
 
     def _handed_over(self, ticket: Ticket) -> None:
         self._table.handed_over(ticket.draw, ticket.write_count)
         self._drawer.table_changed()
 
-    async def take(self, queue: TicketQueue, cursor: EpochCursor | None = None) -> Batch | None:
+    async def take(
+        self, queue: TicketQueue, cursor: EpochCursor | None = None, *, leased: bool = False
+    ) -> Batch | None:
         """Wait for the next batch of a queue.
 
         Args:
             queue: the queue.
             cursor: the only pass that is wanted; None for any batch.
+            leased: whether the consumer has it only until ``end_lease``.
 
         Returns:
             The batch; None when the pass has no more.
@@ -159,7 +208,7 @@ class Pipeline:
                 start = time.perf_counter()
                 await waiter.wake
                 self._counts.wait_seconds += time.perf_counter() - start
-            return None if self._is_over(queue, waiter) else self._hand_over(queue, cursor)
+            return None if self._is_over(queue, waiter) else self._hand_over(queue, cursor, leased=leased)
         except asyncio.CancelledError:
             self._counts.wait_seconds += time.perf_counter() - start if start else 0.0
             self.gave_up = self._blocked(queue)
@@ -196,6 +245,7 @@ class Pipeline:
             self._drawer.finished
             and not queue.entries
             and waiter.answered
+            and not self._leases  # what is out may come back
             and not self._table.may_draw(queue.batch_size)
         ):
             raise BufferClosedError("finish() was called: no item will come for the batch that was waited for")

@@ -9,6 +9,7 @@ from asyncbuf._prefetch.drawer import Drawer
 from asyncbuf._prefetch.fetch import Fetcher
 from asyncbuf._prefetch.gather import Gatherer
 from asyncbuf._prefetch.in_order import InOrder
+from asyncbuf._prefetch.leases import Leases
 from asyncbuf._prefetch.pipeline import Pipeline
 from asyncbuf._prefetch.queue import TicketQueues
 from asyncbuf._prefetch.standstill import Standstill
@@ -44,6 +45,7 @@ class Prefetch:
 
     Attributes:
         queues: the tickets that nobody has taken, and the consumers that wait for them.
+        leases: batches that consumers have for a while.
         drawer: draws tickets.
         gatherer: reads their rows.
         fetcher: makes them into batches.
@@ -70,12 +72,13 @@ class Prefetch:
     ) -> None:
         queues = self.queues = TicketQueues(batch_size, depth)
         gatherer = self.gatherer = Gatherer(table.storage_calls, gate, threads, combine)
+        leases = self.leases = Leases(queues)
         in_order = InOrder()
         fetcher = self.fetcher = Fetcher(gatherer, chain, gate, queues, threads, lifecycle, table.missing, in_order)
         drawer = self.drawer = Drawer(
             table, gate, queues, gatherer, fetcher, in_order, lifecycle, went_on, stalls.starved
         )
-        pipeline = self.pipeline = Pipeline(table, gate, queues, drawer, in_order, chain, lifecycle, stalls)
+        pipeline = self.pipeline = Pipeline(table, gate, queues, leases, drawer, in_order, chain, lifecycle, stalls)
         device_step = len(chain.steps) - 1 if chain.delivers else None
-        self.standstill = Standstill(pipeline, drawer, queues, fetcher, in_order, gate, lifecycle, device_step)
-        self.background = Background(lifecycle, gate, queues, fetcher, drawer, workers, refuse)
+        self.standstill = Standstill(pipeline, drawer, queues, leases, fetcher, in_order, gate, lifecycle, device_step)
+        self.background = Background(lifecycle, gate, queues, leases, fetcher, drawer, workers, refuse)

@@ -6,17 +6,19 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncbuf._prefetch.queue import Loan
+from asyncbuf._prefetch.entry import Loan
 from asyncbuf._prefetch.tickets import SavedTicket, Tickets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncbuf._prefetch.drawer import Drawer
+    from asyncbuf._prefetch.entry import Entry
     from asyncbuf._prefetch.fetch import Fetcher
     from asyncbuf._prefetch.in_order import InOrder
+    from asyncbuf._prefetch.leases import Leases
     from asyncbuf._prefetch.pipeline import Pipeline
-    from asyncbuf._prefetch.queue import Entry, TicketQueues
+    from asyncbuf._prefetch.queue import TicketQueues
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._table.gate import HistoryGate
 
@@ -67,6 +69,7 @@ class Standstill:
         pipeline: whose hand-overs are held.
         drawer: draws again after a restore.
         queues: where the tickets are.
+        leases: those that consumers have for a while.
         fetcher: makes them into batches.
         in_order: the order in which stateful transforms see them.
         gate: the history.
@@ -79,6 +82,7 @@ class Standstill:
         pipeline: Pipeline,
         drawer: Drawer,
         queues: TicketQueues,
+        leases: Leases,
         fetcher: Fetcher,
         in_order: InOrder,
         gate: HistoryGate,
@@ -88,6 +92,7 @@ class Standstill:
         self._pipeline = pipeline
         self._drawer = drawer
         self._queues = queues
+        self._leases = leases
         self._fetcher = fetcher
         self._in_order = in_order
         self._gate = gate
@@ -161,15 +166,16 @@ class Standstill:
     def note(self) -> TicketsAt:
         """The tickets that nobody has taken. Whoever wants them as they are must lend them in the same step."""
         main, counts, in_order = self._queues.main, self._queues.counts, self._in_order
+        own = None if main is None else main.batch_size
+        queue = [(entry, size, size == own) for entry, size in self._leases.untaken]
         tickets = Tickets(
             counts.drawn,
             0 if main is None else main.depth,
-            0 if main is None else max(0, len(main.entries) - main.depth),
+            0 if main is None else max(0, sum(is_main for _, _, is_main in queue) - main.depth),
             [],
             counts.delivered,
             counts.dropped,
         )
-        queue = [(entry, queue.batch_size, queue is main) for queue in self._queues for entry in queue.entries]
         dropped = in_order.dropped
 
         def unseen() -> list[SavedTicket]:
@@ -194,7 +200,7 @@ class Standstill:
 
     def lend(self) -> Loan:
         """Withhold every ticket that was just captured from consumers, until it is copied."""
-        return Loan(self._queues.entries)
+        return Loan([entry for entry, _ in self._leases.untaken])
 
     def give_back(self, loan: Loan, count: int | None = None) -> None:
         """The next tickets of a loan are copied.
@@ -210,6 +216,7 @@ class Standstill:
         """Replace the tickets that nobody has taken; consumers that wait get these, in order."""
         for queue in self._queues:
             queue.drop(spoken_for=True)
+        self._leases.forget()
         self._in_order.clear()
         counts = self._queues.counts
         counts.drawn, counts.delivered, counts.dropped = tickets.number, tickets.delivered, tickets.dropped
@@ -229,5 +236,6 @@ class Standstill:
         self._fetcher.dropped(unseen)
         if self._life.reason is None:
             self._fetcher.go_on([entry for entry in self._queues.entries if not entry.settled])
+        self._drawer.drop_stale()  # the buffer may be stricter than the one that was saved
         self._queues.notify(is_stuck=self._in_order.stuck is not None)
         self._gate.submit(self._drawer.table_changed)

@@ -12,8 +12,8 @@ import torch
 from asyncbuf._plain.codec import cloned, decode, encode
 from asyncbuf._plain.state import Seed, described, fields, is_int64, natural, same
 from asyncbuf._plain.tree import map_leaves
+from asyncbuf._prefetch.entry import Entry
 from asyncbuf._prefetch.gathered import Gathered
-from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.transforms import Partial
 from asyncbuf._runtime.summary import summary
 from asyncbuf.batch import Draw, Ticket

@@ -132,11 +132,17 @@ class Lifecycle:
         running = asyncio._get_running_loop()
         if self.loop is None or self.loop is running:
             return
-        found = "no running event loop" if running is None else f"{running!r}"
+        found = "no running event loop" if running is None else f"another one, {_named(running)}"
         raise WrongLoopError(
-            f"expected the event loop that opened the buffer, {self.loop!r}; found {found} "
+            f"expected the event loop that opened the buffer, {_named(self.loop)}; found {found} "
             "(asyncio.run_coroutine_threadsafe reaches it from another thread)"
         )
+
+
+def _named(loop: asyncio.AbstractEventLoop) -> str:
+    """A loop in words that tell it from others, whose ``repr`` is often the same."""
+    state = "closed" if loop.is_closed() else "running" if loop.is_running() else "not running"
+    return f"{type(loop).__name__} {id(loop):#x} ({state})"
 
 
 def _after_fork() -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncbuf._plain.state import natural
 from asyncbuf._runtime.summary import summary
 from asyncbuf.batch import Draw
+from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Placement
 
 if TYPE_CHECKING:
@@ -153,6 +155,45 @@ def priorities(priority: Any, count: int, *, is_batch: bool) -> torch.Tensor:
             whose = "row of the batch" if is_batch else "index"
             raise ValueError(f"priority: expected {count} values, one per {whose}, found {value.numel()}")
         value = value.reshape(-1)
-    if not np.isfinite(value.numpy()).all():
-        raise ValueError("priority: expected finite values, found nan or infinity")
+    if not (is_finite := np.isfinite(value.numpy())).all():
+        odd = np.flatnonzero(~is_finite)
+        raise ValueError(
+            f"priority: expected finite values, found {len(odd)} of {count} that are nan or infinite, the first at "
+            f"position {odd[0]} (no priority was changed)"
+        )
     return value
+
+
+def versions(version: Any, count: int) -> Int64Array:
+    """Versions that a caller hands in for so many items: of each, int64 ``[items]``, or one for all, ``[]``.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are more or fewer, or one is not from 0 to 2**53.
+    """
+    value = _tensor(version, "version", "integers")
+    if value.dtype is torch.bool or value.is_floating_point() or value.is_complex():
+        raise TypeError(f"version: expected an integer, or one for each item, found {value.dtype}")
+    found: Int64Array = value.to(torch.int64).numpy().copy()
+    if found.ndim and found.shape != (count,):
+        raise ValueError(f"version: expected one for all items, or {count}, found {list(found.shape)}")
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= 2**53:
+        raise ValueError(f"version: expected numbers from 0, found {found.reshape(-1)[:4].tolist()}")
+    return found
+
+
+def stored_rows(write_count: Any, size: int, stop: int, stored: int) -> None:
+    """Refuse a writer that was just loaded and does not go with the rows in storage.
+
+    Args:
+        write_count: number of items that it has placed.
+        size: number of valid rows.
+        stop: the row behind the last valid one.
+        stored: number of rows that the storage has.
+
+    Raises:
+        CheckpointCorruptError: they contradict each other.
+    """
+    natural(int(write_count), "writer: expected write_count", least=size)
+    if stop > stored:
+        raise CheckpointCorruptError(f"writer: expected a size of at most {stored}, the rows in storage, found {stop}")

@@ -37,6 +37,7 @@ class Limits:
         drawn_items: number of rows ever drawn, all tickets together.
         admitted: number of items that were admitted and are not written yet. Belongs to calls that wait: not saved.
         admitted_nbytes: bytes of these, if the limiter counts them.
+        version: the version of the model that makes items now; 0 if nobody counts versions. Not saved here.
         ahead: how many more items were written than rows drawn, as ``Counters.unread`` counts; if the limiter wants to
             know, and the sampler does not say.
         unread: the rows without a draw, if the limiter wants to know.
@@ -47,6 +48,7 @@ class Limits:
     ) -> None:
         self.limiter = limiter
         self.drawn = self.drawn_items = self.admitted = self.admitted_nbytes = 0
+        self.version = 0
         self._storage = storage
         self._writer = writer
         self._sampler = sampler

@@ -8,18 +8,21 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.integers import first_of_each
-from asyncbuf._plain.state import natural
 from asyncbuf._runtime.arguments import shown
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._runtime.torch_modes import Swapped, dispatch_modes, disturb_us, function_modes, is_inference_on
 from asyncbuf._table import checks
+from asyncbuf._table.deliveries import DEFAULT_WINDOW, Deliveries
+from asyncbuf._table.durability import Durability
 from asyncbuf._table.limits import Limits
 from asyncbuf._table.ownership import claim
+from asyncbuf._table.reservations import Reservations
 from asyncbuf._table.row_index import RowIndex
-from asyncbuf.errors import CheckpointCorruptError
+from asyncbuf._table.tally import Tally
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
 from asyncbuf.storage import Prepared
 from asyncbuf.storage._shielded import StorageCalls
+from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,12 +50,18 @@ class Table:
         limiter: when items may be written and batches drawn.
         generator: randomness of the draws.
         batch_size: that of the buffer, which the limiter may look at; None if it has none.
+        key_window: how many keys of writes are kept.
 
     Attributes:
+        deliveries: which writes came before.
+        durability: which of them a committed checkpoint has.
         storage_calls: the storage, as it is called while items and batches come and go.
         limits: the limiter and its counters.
         has_write_events: whether the sampler wants to see each write as a whole.
+        reservations: work that has no items yet.
+        lets_go: whether the sampler may let rows leave at any time.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
+        tally: counts what leaves.
 
     Raises:
         ValueError: one of the parts belongs to another table.
@@ -66,6 +75,7 @@ class Table:
         limiter: Limiter,
         generator: torch.Generator,
         batch_size: int | None = None,
+        key_window: int = DEFAULT_WINDOW,
     ) -> None:
         claim(self, storage=storage, writer=writer, sampler=sampler, limiter=limiter)
         self.storage = storage
@@ -77,13 +87,17 @@ class Table:
         self._checks_writes = "check_write" in sampler.hooks
         self._tells_events = "wrote" in sampler.hooks
         self._tells_rows = "written" in sampler.hooks
-        self._lets_go = "leaving" in sampler.hooks
+        self.lets_go = "leaving" in sampler.hooks
         self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
         if "use_tables" in sampler.hooks:
             sampler.use_tables(writer.tables)
         self._index = RowIndex(storage.capacity, writer)
+        self.deliveries = Deliveries(key_window, lambda: writer.write_count)
+        self.durability = Durability(self.deliveries, lambda: writer.write_count)
+        self.reservations = Reservations()
+        self.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
         self._open_for = _UNKNOWN
@@ -100,6 +114,11 @@ class Table:
         if rows is None:
             rows = self._rows = self._index.rows(self.writer.write_count)
         return rows
+
+    @property
+    def version(self) -> int | None:
+        """The version of the model that makes items now; None if nobody counts versions."""
+        return None
 
     @property
     def takes_parts(self) -> bool:
@@ -120,11 +139,6 @@ class Table:
     def listens_to_hand_over(self) -> bool:
         """Whether the sampler wants to know which batches consumers got."""
         return "handed_over" in self.sampler.hooks
-
-    @property
-    def lets_go(self) -> bool:
-        """Whether the sampler may let rows leave at any time."""
-        return self._lets_go
 
     def changed(self) -> None:
         """Rows, priorities or the state of a part are other than before."""
@@ -186,6 +200,14 @@ class Table:
         if table not in tables:
             raise ValueError(f"table: expected one of {list(tables)}, found {shown(table)}")
 
+    def evict_stale(self) -> int:
+        """Items that are too old leave: how many."""
+        return 0
+
+    def is_too_old(self, draw: Draw) -> bool:
+        """Whether a draw has a row whose item is too old now."""
+        return False
+
     def place(self, count: int) -> Placement:
         """Choose rows for so many items. Changes nothing.
 
@@ -240,7 +262,10 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        self._index.wrote(placement)
+        if left := placement.offered - self._index.wrote(placement):
+            not_kept = 0 if type(self.writer) is RoundRobinWriter else placement.offered - len(placement.rows)
+            self.tally.not_kept += not_kept
+            self.tally.overwritten += left - not_kept
         self._rows = None
         self._open_for = _UNKNOWN
 
@@ -260,13 +285,13 @@ class Table:
             else:
                 for part in event.in_parts(most):
                     self.sampler.wrote(part)
-                    if self._lets_go:
+                    if self.lets_go:
                         self.let_go()
                         event.table = self.rows
                     yield
         if self._tells_rows:
             self.sampler.written(torch.from_numpy(placement.rows), self.rows)
-        if self._lets_go:
+        if self.lets_go:
             self.let_go()
 
     def introduce(self) -> None:
@@ -278,39 +303,45 @@ class Table:
         """
         if not (self.has_write_events or self._tells_rows):
             return
-        size = self.size
-        placement, paths = Placement(size, (RowRange(0, 0, size),)), self.sampler.columns
+        size, paths = self.size, self.sampler.columns
+        placement = Placement(size, (RowRange(0, 0, size),))
         columns = self.storage.columns(Prepared(size, 0, None), paths) if paths else NO_COLUMNS
         event = WriteEvent(placement, 0, self.rows, columns)
         if self._checks_writes:
             self._call(self.sampler.check_write, event)
         shielded(self.wrote, placement, event)
 
-    def remove(self, rows: Int64Array, write_count: int | None = None) -> int:
+    def remove(self, rows: Int64Array, write_count: int | None = None, *, cause: str = "removed") -> int:
         """Remove rows: how many left. An error leaves a part in a state that does not go with the rows.
 
         Args:
             rows: rows of the storage; those that are not valid are left out.
+            cause: why, for the ledger.
             write_count: number of items written when they were drawn: those that were replaced since are left out.
         """
-        return shielded(self._remove, rows, write_count)
+        return shielded(self._remove, rows, write_count, cause)
 
-    def _remove(self, rows: Int64Array, write_count: int | None) -> int:
+    def _remove(self, rows: Int64Array, write_count: int | None, cause: str) -> int:
         rows = first_of_each(rows)
         rows = rows[~self.replaced(rows, self.write_count if write_count is None else write_count)]
         if not len(rows):
             return 0
         self._index.remove(rows)
-        self.limits.removed(rows, self._index.size)
+        self.tally.evict(cause, len(rows))
+        self._left(rows)
         self.changed()
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
         shielded(self.storage.release, torch.from_numpy(rows.copy()))
         if "removed" in self.sampler.hooks:
             shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
-        if self._lets_go:
+        if self.lets_go:
             self.let_go()
         return len(rows)
+
+    def _left(self, rows: Int64Array) -> None:
+        """Rows have no item any more."""
+        self.limits.removed(rows, self._index.size)
 
     def let_go(self) -> None:
         """Remove the rows for which the sampler has no more use. In an exclusive turn.
@@ -319,12 +350,13 @@ class Table:
         """
         leaving = self._call(self.sampler.leaving)
         if leaving is not None:
-            self.remove(checks.row_numbers(leaving, self._capacity, "leaving"))
+            self.remove(checks.row_numbers(leaving, self._capacity, "leaving"), cause="let_go")
 
     def clear(self) -> None:
         """Forget every item."""
         shielded(self.storage.clear)
         shielded(self.writer.clear)
+        self.tally.evict("emptied", self._index.size)
         self._index.clear()
         self.limits.clear()
         self.changed()
@@ -384,13 +416,12 @@ class Table:
         leaving = self._call(self.sampler.handed_over, draw)
         if leaving is None:
             return 0
-        return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count)
+        return self.remove(checks.row_numbers(leaving, self._capacity, "handed_over"), write_count, cause="consumed")
 
     def finish(self) -> None:
         """Tell the sampler that no more items will come."""
-        if "finished" in self.sampler.hooks:
-            self._call(self.sampler.finished)
-            self.changed()
+        self._call(self.sampler.finished)
+        self.changed()
 
     def end_epoch(self) -> None:
         """Leave out what is left of the pass of the sampler.
@@ -403,8 +434,7 @@ class Table:
 
     def dropped(self, draw: Draw) -> None:
         """Nobody gets the batch of a draw."""
-        if "dropped" in self.sampler.hooks:
-            self._call(self.sampler.dropped, draw)
+        self._call(self.sampler.dropped, draw)
 
     def update_priority(
         self, indices: Any, priority: Any, write_count: int | None = None, *, is_batch: bool = False
@@ -445,11 +475,14 @@ class Table:
         """Every part with a state, by name, in the order in which states are loaded.
 
         Each has ``state_dict``, ``load_state_dict``, and ``verify(rows)`` for when all are loaded (see ``verify``).
-        Older checkpoints lack rows and limiter: those are then as in a new table.
+        Older checkpoints lack all of these but writer and sampler: those are then as in a new table.
         """
         yield "writer", self.writer
         yield "rows", self._index
         yield "limiter", self.limits
+        yield "ledger", self.tally
+        yield "deliveries", self.deliveries
+        yield "reservations", self.reservations
         yield "sampler", self.sampler
 
     def verify(self, stored: int) -> None:
@@ -462,10 +495,6 @@ class Table:
             CheckpointCorruptError: they contradict each other.
         """
         self.changed()
-        natural(int(self.writer.write_count), "writer: expected write_count", least=self.size)
-        if (highest := self._index.highest()) >= stored:
-            raise CheckpointCorruptError(
-                f"writer: expected a size of at most {stored}, the rows in storage, found {highest + 1}"
-            )
+        checks.stored_rows(self.writer.write_count, self.size, self._index.highest() + 1, stored)
         for _, part in self.components():
             part.verify(self.rows)

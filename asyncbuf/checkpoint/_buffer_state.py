@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from asyncbuf._prefetch.transforms import TransformChain
+    from asyncbuf._table.durability import Durability
     from asyncbuf._table.table import Table
     from asyncbuf.storage._frozen import Frozen
 
 # Every checkpoint has these. Other parts came later: where an older checkpoint lacks one, it starts as in a new buffer.
+_OTHER_CAPACITY = " (load into a buffer of that capacity, and write its items into one of another)"
 _ALWAYS_SAVED = {"writer", "sampler", "transforms", "generator"}
 
 Complete: TypeAlias = "Callable[[Callable[[], None]], Snapshot]"
@@ -190,7 +193,8 @@ class BufferState:
             },
         }
         parts = {part.name: None if part is self._transforms else shielded(part.capture) for part in self.parts}
-        return Taken(head, parts, shielded(self.table.storage.freeze), saves_batches=self._saves_batches)
+        frozen = shielded(self.table.storage.freeze)
+        return Taken(head, parts, frozen, _committed(self.table.durability), saves_batches=self._saves_batches)
 
     def take_transforms(self, taken: Taken) -> None:
         """Take the states of the transforms, none of which may be at work that has one."""
@@ -204,8 +208,17 @@ class Taken:
         parts: the states of its parts by name.
     """
 
-    def __init__(self, head: dict[str, Any], parts: dict[str, Any], frozen: Frozen, *, saves_batches: bool) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        parts: dict[str, Any],
+        frozen: Frozen,
+        committed: Callable[[], None],
+        *,
+        saves_batches: bool,
+    ) -> None:
         self.parts = parts
+        self._committed = committed
         self._head = head
         self._frozen = frozen
         self._saves_batches = saves_batches
@@ -218,7 +231,23 @@ class Taken:
             copied: called after each.
         """
         queue = tickets if self._saves_batches else tickets.without_data()
-        return Snapshot({**self._head, **self.parts, "prefetch": queue.plain(copied)}, self._frozen)
+        return Snapshot({**self._head, **self.parts, "prefetch": queue.plain(copied)}, self._frozen, self._committed)
+
+
+def _committed(durability: Durability) -> Callable[[], None]:
+    """What tells a buffer, from any thread, that a checkpoint of this very moment is committed."""
+    mark, loop = durability.mark(), asyncio._get_running_loop()
+
+    def committed() -> None:
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(durability.committed, mark)
+                return
+        except RuntimeError:  # the event loop was closed: nobody waits in it
+            pass
+        durability.committed(mark)
+
+    return committed
 
 
 class RestorePlan:
@@ -246,6 +275,7 @@ class RestorePlan:
             raise CheckpointCorruptError(f"snapshot: expected the state of a buffer, found {error!r}") from error
 
     def _read(self, snapshot: Snapshot, *, elastic: bool, moves: bool) -> None:
+        self._is_committed = snapshot.is_committed
         live, storage = self._live, self._live.table.storage
         state, rows = snapshot.contents
         state, meta = checked(state), rows.meta
@@ -291,7 +321,7 @@ class RestorePlan:
             raise CheckpointCorruptError(f"snapshot: expected the kinds of its parts, found {config!r}")
         for name, kind in expected.items():
             same(config[name], kind, name)
-        same(config["capacity"], live.table.storage.capacity, "capacity")
+        same(config["capacity"], live.table.storage.capacity, "capacity", _OTHER_CAPACITY)
         batch_size = config["batch_size"]
         if batch_size is not None:
             natural(batch_size, "snapshot: expected batch_size", least=1)
@@ -320,6 +350,7 @@ class RestorePlan:
                 shielded(part.load, part.read(old))
             self._live.table.changed()
             raise
+        self._live.table.durability.restored(is_durable=self._is_committed)
         return tickets
 
     def _verified(self) -> Tickets:
@@ -331,11 +362,13 @@ class RestorePlan:
             # Numbers go on, and with them the seeds of transforms. Which of the tickets were delivered is not known.
             drawn = table.limits.drawn
             self.tickets = replace(self.tickets, number=drawn, delivered=drawn)
+            table.tally.dropped = {}
         elif table.limits.drawn != self.tickets.number:
             raise CheckpointCorruptError(
                 f"limiter: expected {self.tickets.number} tickets drawn, as in the queue, found {table.limits.drawn}"
             )
         table.verify(table.storage.capacity if self._row_count is None else self._row_count)
+        table.tally.verify_dropped(self.tickets.dropped)
         return self.tickets.drawn_from(table.writer.write_count)
 
 

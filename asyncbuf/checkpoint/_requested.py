@@ -16,7 +16,7 @@ from asyncbuf._runtime.supervisor import detached
 from asyncbuf._runtime.threads import in_thread
 
 if TYPE_CHECKING:
-    from asyncbuf._prefetch.queue import Loan
+    from asyncbuf._prefetch.entry import Loan
     from asyncbuf._prefetch.standstill import Standstill, TicketsAt
     from asyncbuf._prefetch.tickets import Tickets
     from asyncbuf._table.gate import HistoryGate, Turn

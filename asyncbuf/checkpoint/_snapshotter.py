@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from asyncbuf._prefetch.queue import Loan
+    from asyncbuf._prefetch.entry import Loan
     from asyncbuf._prefetch.standstill import Standstill
     from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf._table.gate import HistoryGate

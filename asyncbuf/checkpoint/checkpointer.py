@@ -234,6 +234,9 @@ class Checkpointer:
             writer.expect(sum(filter(None, sizes)) if None not in sizes else None)
             parts = {name: part.write(writer, name) for name, part in captured.items()}
             writer.commit({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
+        for part in captured.values():
+            if part.snapshot is not None:
+                part.snapshot.committed()
         if self._last is None:
             self._warn_of_others(step)
         self._last = step

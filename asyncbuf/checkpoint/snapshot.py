@@ -21,7 +21,7 @@ from asyncbuf.storage._frozen import Chunk, InMemoryRows, tensors_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from asyncbuf.storage._frozen import Frozen
 
@@ -41,13 +41,31 @@ class Snapshot:
     ``asyncbuf.integrations.dcp``; and pickles.
     """
 
-    def __init__(self, state: dict[str, Any] | None = None, storage: Frozen | None = None) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any] | None = None,
+        storage: Frozen | None = None,
+        on_commit: Callable[[], None] | None = None,
+    ) -> None:
         if state is not None and not isinstance(state, dict):
             raise TypeError(
                 f"state: expected a dict, found {summary(state)}; Snapshot.from_state_dict takes state dicts"
             )
         self._state = {} if state is None else state
         self._storage: Frozen = InMemoryRows(None) if storage is None else storage
+        self._on_commit = on_commit
+        self._is_committed = False
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a committed checkpoint directory has all of it."""
+        return self._is_committed
+
+    def committed(self) -> None:
+        """A checkpoint directory has all of it now. May be called in any thread."""
+        self._is_committed = True
+        if self._on_commit is not None:
+            self._on_commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as plain data in memory of its own: tensors, numbers, strings, lists and dicts.
@@ -71,6 +89,7 @@ class Snapshot:
         check_memory(state_dict, "snapshot")
         borrowed = self.borrowed(copied(state_dict))
         self._state, self._storage = borrowed._state, borrowed._storage
+        self._on_commit, self._is_committed = None, False
 
     @classmethod
     def borrowed(cls, state_dict: Any) -> Self:
@@ -115,6 +134,7 @@ class Snapshot:
         with writer:
             writer.expect(self.nbytes)
             writer.commit({"buffer": self.write(writer)})
+        self.committed()
 
     @classmethod
     async def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -130,7 +150,9 @@ class Snapshot:
     @classmethod
     def _load(cls, path: str | os.PathLike[str]) -> Self:
         snapshot = cls.open(path)
-        return cls(snapshot._state, InMemoryRows(snapshot._storage.meta, tensors_of(snapshot._storage)))
+        loaded = cls(snapshot._state, InMemoryRows(snapshot._storage.meta, tensors_of(snapshot._storage)))
+        loaded._is_committed = True
+        return loaded
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -188,7 +210,9 @@ class Snapshot:
         if isinstance(prefetch, dict) and isinstance(prefetch.get("queue"), list):
             queue = [_joined(reader, f"{prefix}prefetch/{i:05}", entry) for i, entry in enumerate(prefetch["queue"])]
             state["prefetch"] = {**prefetch, "queue": queue}
-        return cls(state, _OnDisk(state.pop("storage"), reader, f"{prefix}storage"))
+        snapshot = cls(state, _OnDisk(state.pop("storage"), reader, f"{prefix}storage"))
+        snapshot._is_committed = True
+        return snapshot
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle as the state dict."""
@@ -199,6 +223,7 @@ class Snapshot:
         storage = state.pop("storage")
         state.pop("layout", None)
         self._state, self._storage = state, InMemoryRows(storage["meta"], storage["chunks"])
+        self._on_commit, self._is_committed = None, False
 
     def __repr__(self) -> str:
         """What it holds, in one line."""

@@ -94,7 +94,8 @@ class ProportionalSampler(Sampler):
         if len(found) and not (found.min() >= 0 and found.max() < limit):
             wrong = found[~((found >= 0) & (found < limit))]
             most = "" if limit == np.inf else f" and below {limit:.3g}"
-            raise ValueError(f"{what}: expected finite numbers of at least 0{most}, found {wrong[:4].tolist()}")
+            hint = " (of differences, give the size: td_error.abs())" if (wrong < 0).any() else ""
+            raise ValueError(f"{what}: expected finite numbers of at least 0{most}, found {wrong[:4].tolist()}{hint}")
         return found
 
     def wrote(self, event: WriteEvent) -> None:

@@ -158,19 +158,21 @@ class ValidIndex:
         after = RowsAfterWrite(before, before.size, added)
         return Rows(before.size + len(added), self._capacity, write_count, after)
 
-    def wrote(self, placement: Placement) -> None:
-        """Rows were written."""
-        runs = placement.runs
-        if self.sparse is not None:
-            self.sparse.add(placement.rows)
-        elif type(runs) is tuple and len(runs) == 1 and runs[0].row <= self._size:  # the short way of most writes
-            stop = runs[0].row + runs[0].count
-            if stop > self._size:
-                self._size = stop
-        elif (size := _dense_size(self._size, runs)) is not None:
+    def wrote(self, placement: Placement) -> int:
+        """Rows were written: how many of them were not valid before."""
+        runs, before = placement.runs, self._size
+        if self.sparse is None and type(runs) is tuple and len(runs) == 1 and runs[0].row <= before:
+            stop = runs[0].row + runs[0].count  # the short way of most writes
+            if stop <= before:
+                return 0
+            self._size = stop
+            return stop - before
+        before = self.size
+        if self.sparse is None and (size := _dense_size(self._size, runs)) is not None:
             self._size = size
         else:
             self._make_sparse().add(placement.rows)
+        return self.size - before
 
     def remove(self, rows: Int64Array) -> None:
         """Valid rows leave, each of which is given once."""

@@ -139,7 +139,7 @@ class NStep(Join):
 
         Returns:
             The sums ``[items, ...]``, in the dtype of the rewards, or float32 where those are no floats; numbers of
-            steps, int64 ``[items]``; discounts, float32 ``[items]``.
+            steps, int64 ``[items]``; discounts, float32 ``[items]``, with an axis of 1 for each axis of a reward.
         """
         total = rewards[0]
         if self.n == 1:
@@ -157,6 +157,8 @@ class NStep(Join):
         discounts = self._discounts.take(steps)
         if ended is not None:
             discounts[ended.reshape(len(ended), -1).any(axis=1) if ended.ndim > 1 else ended.astype(np.bool_)] = 0.0
+        # With rewards [items, 1], discounts [items] would make targets [items, items].
+        discounts = discounts.reshape(-1, *(1,) * (rewards.ndim - 2))
         kind = rewards.dtype if rewards.dtype.kind == "f" else np.dtype(np.float32)
         return total.astype(kind, copy=self.n == 1), steps, discounts
 

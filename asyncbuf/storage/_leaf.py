@@ -85,7 +85,8 @@ def as_bits(leaf: Any, path: str) -> tuple[np.ndarray[Any, Any], torch.dtype, bo
 
     Returns:
         The bits (no copy where there need not be one), the torch dtype, and whether the dtype is only a guess, because
-        a Python number has none; the bits of such a number are still those of a 64-bit (or 128-bit) value.
+        a Python number has none; the bits of such a number are still those of a 64-bit (or 128-bit) value. A numpy
+        scalar has a dtype, and goes into other fields as a Python number does.
 
     Raises:
         SchemaError: the leaf cannot be stored as a tensor.
@@ -99,7 +100,8 @@ def as_bits(leaf: Any, path: str) -> tuple[np.ndarray[Any, Any], torch.dtype, bo
             array = array.astype(array.dtype.newbyteorder("="))
         if dtype is None:
             raise SchemaError(f"{path}: expected numbers, found a numpy array of dtype {array.dtype}")
-        return array, dtype, False
+        # gymnasium gives rewards now as float, now as numpy.float64.
+        return array, dtype, isinstance(leaf, np.floating | np.signedinteger)
     if isinstance(leaf, torch.Tensor):
         return _tensor_bits(leaf, path), leaf.dtype, False
     if isinstance(leaf, bool):

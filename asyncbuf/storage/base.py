@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncbuf.batch import Draw
-    from asyncbuf.rows import Float64Array, RowRange
+    from asyncbuf.rows import Float64Array, Int64Array, RowRange
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class Prepared:
         priority: the priorities that came with them, float64 ``[items]``; None if none did.
         written: called in the step in which they are in the table; None for nothing to do. Not for storages.
         table: name of the table that they go into; None if none was said.
+        version: the versions of the model that made them, int64 ``[items]`` or ``[]``; None if none was said.
     """
 
     count: int
@@ -43,6 +44,7 @@ class Prepared:
     priority: Float64Array | None = None
     written: Callable[[], None] | None = None
     table: str | None = None
+    version: Int64Array | None = None
 
 
 class Runs(enum.Enum):

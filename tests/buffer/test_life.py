@@ -119,11 +119,12 @@ async def test_use_from_another_event_loop() -> None:
     async with buffer:
         await buffer.extend(rows(10))
         await buffer.sample()
-        before = buffer.stats()
+        before, loop = buffer.stats(), asyncio.get_running_loop()
         for error in await asyncio.to_thread(elsewhere):
             assert isinstance(error, WrongLoopError)
             assert "expected the event loop that opened the buffer" in str(error)
-            assert "found" in str(error)
+            assert "found another one" in str(error) or "found no running event loop" in str(error)
+            assert str(error).count(f"{id(loop):#x} (running)") == 1
         assert buffer.stats() == before
         assert (await buffer.sample()).number == 1
 

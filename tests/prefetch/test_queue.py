@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncbuf import Draw
+from asyncbuf._prefetch.entry import Entry
 from asyncbuf._prefetch.offload import Offload
-from asyncbuf._prefetch.queue import Entry, EpochCursor, TicketQueue, Waiter
+from asyncbuf._prefetch.queue import EpochCursor, TicketQueue, Waiter
 from asyncbuf.batch import Ticket
 
 DEPTH = 2

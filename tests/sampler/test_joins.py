@@ -101,6 +101,21 @@ async def test_rewards_of_several_values_and_nested_fields() -> None:
         assert torch.equal(batch["next"]["obs"][:, 0], first + batch.info["steps"])
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_discounts_have_the_axes_of_rewards(is_written: bool) -> None:
+    returns = NStep(3, 0.5)
+    sampler = RandomSampler() if is_written else JoinedSampler(RandomSampler(), returns, end_key=ENDS)
+    items = steps(20)
+    items["reward"] = items["reward"][:, None]
+    async with ReplayBuffer(TensorStorage(50), sampler=sampler, batch_size=8, generator=seeded()) as buffer:
+        adder = buffer.adder(returns, end_key=ENDS)
+        await (adder.extend if is_written else buffer.extend)(items)
+        batch = await buffer.sample()
+    discount = batch["discount"] if is_written else batch.info["discount"]
+    assert batch["reward"].shape == discount.shape == (8, 1)
+    assert (batch["reward"] + discount * torch.ones(8, 1)).shape == (8, 1)
+
+
 async def test_whole_numbers_as_rewards() -> None:
     async with make(NStep(2, 0.5)) as buffer:
         items = steps(40)

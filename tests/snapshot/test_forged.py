@@ -14,7 +14,7 @@ from asyncbuf import CheckpointError, Limiter, NotYet, ReplayBuffer, Snapshot, T
 from tests.helpers import within
 from tests.resume_helpers import items_of, unchanged
 from tests.snapshot.forged import EXOTIC, KINDS, State, at, used
-from tests.snapshot.helpers import buffer_with, filled
+from tests.snapshot.helpers import ITEMS, buffer_with, filled
 from tests.snapshot.test_format_versions import as_version_1
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ async def test_numbers_have_room_after_rows_were_removed() -> None:
     await source.remove([3, 4])
     state = await source.state_dict()
     state["writer"]["write_count"] = 2**62 - 1
+    state["ledger"]["evicted"]["removed"] = 2**62 - 1 - ITEMS + 2
     target = buffer_with()
     await target.load_state_dict(state)
     await target.extend(items_of(30))

@@ -18,8 +18,8 @@ from asyncbuf import (
     SamplerWithoutReplacement,
     Snapshot,
 )
+from asyncbuf._prefetch.entry import Entry
 from asyncbuf._prefetch.gathered import Gathered
-from asyncbuf._prefetch.queue import Entry
 from asyncbuf._prefetch.tickets import PAYLOAD_VERSION, SavedTicket, Tickets
 from asyncbuf._prefetch.transforms import Partial
 from asyncbuf.batch import Draw, Ticket
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from asyncbuf import ReplayBuffer
 
-LATER_PARTS = ("rows", "limiter")
+LATER_PARTS = ("rows", "limiter", "ledger", "deliveries", "reservations")
 LATER_CONTENT = ("lengths", "joins", "joined")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncbuf import AsyncBufError, FreezeState, ReplayBuffer, WrongLoopError
-from asyncbuf._prefetch.queue import Stage
+from asyncbuf._prefetch.entry import Stage
 from asyncbuf._prefetch.tickets import SavedTicket
 from asyncbuf.checkpoint._freeze import MutualWaitError
 from asyncbuf.testing import difference

@@ -102,7 +102,7 @@ BAD_ITEMS: dict[str, tuple[dict[str, Any], str]] = {
         {"i": torch.tensor(1, dtype=torch.int32)},
         "i: expected dtype torch.int64, found torch.int32",
     ),
-    "numpy scalar of another dtype": ({"i": np.int32(1)}, "i: expected dtype torch.int64, found torch.int32"),
+    "numpy scalar of another dtype": ({"i": np.uint8(1)}, "i: expected dtype torch.int64, found torch.uint8"),
     "number for a vector": ({"f": 1.0}, "f: expected items of shape [2], found []"),
     "vector for a number": ({"i": torch.arange(1)}, "i: expected items of shape [], found [1]"),
     "string": (

@@ -38,6 +38,10 @@ def check(call: Any, items: Any, message: str) -> None:
             {"obs": torch.ones(3), "action": torch.ones(2)},
             "action: expected 3 items along the leading axis, as in obs, found 2 (add() takes one item",
         ),
+        (
+            {"obs": [[0.5, 1.0], [2.0, 3.0]]},
+            "obs/0/0: expected a leading axis of items, found a float (it is in a list",
+        ),
         ({"obs": torch.ones(3), "reward": 1.0}, "reward: expected a leading axis of items, found a float (add() takes"),
     ],
 )
@@ -84,12 +88,23 @@ def test_other_shapes_get_no_advice(items: Any) -> None:
         (0.5, "reward: expected dtype torch.int64, found torch.float32 from the float 0.5 (the first item decides"),
         (True, "from the bool True (int(...) makes one of it)"),
         (torch.tensor(0.5), "found torch.float32 (cast it, as in tensor.to(torch.int64) or array.astype('int64'))"),
-        (np.float64(0.5), "found torch.float64 (cast it, as in tensor.to(torch.int64)"),
+        (np.array(0.5), "found torch.float64 (cast it, as in tensor.to(torch.int64)"),
+        (np.float64(0.5), "found torch.float64 from the float 0.5 (the first item decides"),
         (1j, "found torch.complex64 from the complex 1j"),
     ],
 )
 def test_an_int_field_that_gets_something_else(reward: Any, message: str) -> None:
     check(known(ITEM).prepare_one, {**ITEM, "reward": reward}, message)
+
+
+@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), np.float16(0.5)], ids=["64", "32", "16"])
+def test_a_float_field_takes_any_scalar(reward: Any) -> None:
+    storage = known({**ITEM, "reward": 0.25})
+    assert storage.columns(storage.prepare_one({**ITEM, "reward": reward}), ["reward"])["reward"].tolist() == [0.5]
+
+
+def test_a_scalar_that_is_too_large() -> None:
+    check(known({**ITEM, "reward": 0.25}).prepare_one, {**ITEM, "reward": np.float64(1e300)}, "a number that fits")
 
 
 def test_a_bool_field_that_gets_a_number() -> None:

@@ -1,0 +1,436 @@
+"""Reservations as those see them who work on them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from asyncbuf._ingest.claims import DuplicateError
+from asyncbuf._plain.blobs import from_bytes, to_bytes
+from asyncbuf._plain.tree import flatten, unflatten
+from asyncbuf._table.deliveries import is_key
+from asyncbuf._table.reservations import Group, Reserved, Status
+from asyncbuf.errors import BufferClosedError, BufferFailedError, CheckpointCorruptError, ReservationError, SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from types import TracebackType
+
+    from asyncbuf._ingest.write_path import WritePath
+    from asyncbuf._table.deliveries import Deliveries, Key
+    from asyncbuf._table.reservations import Reservations
+    from asyncbuf._table.tally import Tally
+
+
+class Desk:
+    """What slots need of their buffer.
+
+    Args:
+        reservations: the open ones.
+        deliveries: the keys of the window.
+        tally: counts duplicates.
+        writes: the way of an item.
+        prepare: of the buffer's storage.
+        turn: what each call awaits first.
+    """
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        deliveries: Deliveries,
+        tally: Tally,
+        writes: WritePath,
+        prepare: Callable[[Any], Any],
+        turn: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.reservations = reservations
+        self.deliveries = deliveries
+        self.tally = tally
+        self.writes = writes
+        self.prepare = prepare
+        self.turn = turn
+
+    async def write(self, claim: _Claim, items: Any, priority: Any = None, table: Any = None) -> bool:
+        """Write the items of reservations, which end in the same step."""
+        return await self.writes.write_once(claim, self.prepare, items, priority, table)
+
+
+class _Claim:
+    """Reservations that are open, and a key that is not in the window.
+
+    Args:
+        desk: of the buffer.
+        needed: the reservation that must be open.
+        key: the key; None without one.
+        ending: members of the group that end with the write, and how.
+    """
+
+    def __init__(self, desk: Desk, needed: Reserved, key: Key | None, ending: tuple[Reserved, Status]) -> None:
+        self._desk = desk
+        self._needed = needed
+        self._key = key
+        self._ending = ending
+
+    def may_be_taken(self) -> bool:
+        """Whether the key is in the window now."""
+        return self._key is not None and self._desk.deliveries.has(self._key)
+
+    def begin(self) -> None:
+        """Refuse what is not open any more; and end, without items, what somebody else has written."""
+        check_open(self._desk.reservations, self._needed)
+        if self.may_be_taken():
+            self._desk.tally.duplicates += 1
+            self._desk.reservations.give_up("duplicate", *_together(self._needed))
+            raise DuplicateError
+
+    def written(self) -> None:
+        """All of it ends."""
+        reserved, status = self._ending
+        reserved.status = status
+        books = self._desk.reservations
+        for each in _together(reserved):
+            if each.status is Status.HELD:
+                books.commit(each)
+            else:
+                books.give_up("failed" if each.status is Status.FAILED else "late", each)
+        if self._key is not None:
+            self._desk.deliveries.take(self._key)
+
+    def refused(self) -> None:
+        """All of it ends without items, and the key may be used for younger ones."""
+        self._desk.reservations.give_up("stale", *_together(self._needed))
+
+
+_CAUSES = {Status.FAILED: "failed", Status.LATE: "late"}
+
+
+def _together(reserved: Reserved) -> Sequence[Reserved]:
+    return (reserved,) if reserved.group is None else reserved.group.members
+
+
+def check_open(reservations: Reservations, reserved: Reserved) -> None:
+    """Refuse a reservation that has ended.
+
+    Raises:
+        ReservationError: it has.
+    """
+    if not reservations.is_open(reserved) or reserved.status is not Status.OPEN:
+        raise ReservationError(
+            f"reservation {reserved.number}: expected one that is open, found one that was committed, was given up, or "
+            "is from before a restore. Its items were not written; buffer.unfinished() has those that are open"
+        )
+
+
+class Made(NamedTuple):
+    """What a reservation is made of.
+
+    Attributes:
+        key: what its write will be known by; None for none.
+        payload: what the items are made from.
+        plain: both as bytes.
+    """
+
+    key: Key | None
+    payload: Any
+    plain: bytes
+
+    @classmethod
+    def of(cls, key: Key | None, payload: Any) -> Self:
+        """What is reserved now.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        return cls(key, payload, to_bytes((key, payload), "payload"))
+
+
+class Slot:
+    """A place for items that take long to make: ``buffer.reserve(...)`` makes one.
+
+    ::
+
+        async def work(slot):
+            async with slot:
+                answer = slot.partial or ""
+                while not is_complete(answer):
+                    answer += await generate(slot.payload, answer)
+                    slot.partial = answer  # as it is now, in every checkpoint from here on
+                await slot.commit(items_of(answer))
+
+        for slot in buffer.unfinished():  # after a restore; none in a new run
+            tasks.create_task(work(slot))
+        for prompt in prompts:
+            tasks.create_task(work(buffer.reserve(prompt)))
+
+    From the beginning of its block to the commit, every checkpoint has its payload and its partial result; from the
+    commit on, the items. If the block ends otherwise: a cancellation, or the end of the buffer or of the program,
+    leaves the reservation *unfinished*: it stays in checkpoints, and in ``buffer.unfinished()``. Any other exception,
+    or the end of the block without a commit, gives it up, and ``stats().ledger`` counts it.
+
+    A slot of a group ends its block early, and quietly, if the deadline of the group is over, or too many of its
+    members have failed.
+    """
+
+    def __init__(self, desk: Desk, made: Made | None, reserved: Reserved | None = None) -> None:
+        self._desk = desk
+        self._made = made
+        self._reserved = reserved
+        self._partial: Any = None
+        self._is_partial_known = made is not None
+        self._timeout: asyncio.Timeout | None = None
+
+    @property
+    def payload(self) -> Any:
+        """What was reserved; after a restore, a copy of that.
+
+        Raises:
+            CheckpointError: it is damaged, or has a type that is not registered.
+        """
+        return self._known().payload
+
+    @property
+    def key(self) -> Key | None:
+        """What its write will be known by; None for none. A member of a group has that of the group."""
+        return self._known().key
+
+    def _known(self) -> Made:
+        if self._made is None:
+            assert self._reserved is not None
+            name = f"reservation {self._reserved.number}"
+            content = from_bytes(self._reserved.payload, name)
+            if type(content) is not tuple or len(content) != 2 or not (content[0] is None or is_key(content[0])):
+                raise CheckpointCorruptError(f"{name}: expected a key and a payload, found something else")
+            self._made = Made(*content, self._reserved.payload)
+        return self._made
+
+    @property
+    def number(self) -> int | None:
+        """How many reservations came before it; None before its block begins."""
+        return None if self._reserved is None else self._reserved.number
+
+    @property
+    def member(self) -> int | None:
+        """Its place in its group, from 0; None if it stands alone."""
+        reserved = self._reserved
+        return None if reserved is None or reserved.group is None else reserved.number - reserved.group.number
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its items may be committed."""
+        reserved = self._reserved
+        return reserved is not None and reserved.is_at_work and self._is_unended(reserved)
+
+    def _is_unended(self, reserved: Reserved) -> bool:
+        return self._desk.reservations.is_open(reserved) and reserved.status is Status.OPEN
+
+    @property
+    def partial(self) -> Any:
+        """The partial result: what was assigned last; after a restore, a copy of that. None at first."""
+        if not self._is_partial_known and self._reserved is not None:
+            reserved = self._reserved
+            self._partial = (
+                from_bytes(reserved.partial, f"reservation {reserved.number}, partial") if reserved.partial else None
+            )
+            self._is_partial_known = True
+        return self._partial
+
+    @partial.setter
+    def partial(self, value: Any) -> None:
+        """Keep a partial result. It is copied in this step: to save what changes in it later, assign it again.
+
+        Raises:
+            CheckpointError: it holds something that cannot be saved.
+            ReservationError: the block has not begun, or the reservation has ended.
+        """
+        reserved = self._checked()
+        reserved.partial = b"" if value is None else to_bytes(value, f"reservation {reserved.number}, partial")
+        self._partial, self._is_partial_known = value, True
+
+    def _checked(self) -> Reserved:
+        reserved = self._reserved
+        if reserved is None or not reserved.is_at_work:
+            raise ReservationError("reservation: expected a call within `async with slot:`, found one outside")
+        check_open(self._desk.reservations, reserved)
+        return reserved
+
+    # -- the block ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Begin to work on it.
+
+        Raises:
+            ReservationError: it has ended, or somebody works on it.
+        """
+        await self._desk.turn()
+        self._desk.writes.check_writable()
+        reserved = self._reserved
+        if reserved is None:
+            reserved = self._reserved = self._desk.reservations.make(self._known().plain)
+        if reserved.is_at_work:
+            raise ReservationError(f"reservation {self.number}: expected one that nobody works on, found one at work")
+        check_open(self._desk.reservations, reserved)
+        reserved.is_given_out = reserved.is_at_work = True
+        if reserved.group is not None:
+            await self._begin_member(reserved, reserved.group)
+        return self
+
+    async def _begin_member(self, reserved: Reserved, group: Group) -> None:
+        if group.when is None and group.deadline is not None:
+            group.when = _now() + group.deadline
+        group.at_work[reserved] = self._stop
+        self._timeout = asyncio.timeout_at(group.when)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """End the work on it."""
+        is_late = False
+        reserved = self._reserved
+        assert reserved is not None
+        timeout, self._timeout = self._timeout, None
+        if timeout is not None:
+            try:
+                await timeout.__aexit__(kind, error, traceback)
+            except TimeoutError:
+                is_late = kind is not None and issubclass(kind, asyncio.CancelledError)
+                if not is_late:
+                    raise
+        try:
+            await self._end(reserved, error, is_late=is_late)
+        finally:
+            reserved.is_given_out = reserved.is_at_work = False
+            if reserved.group is not None:
+                reserved.group.at_work.pop(reserved, None)
+        return is_late
+
+    async def _end(self, reserved: Reserved, error: BaseException | None, *, is_late: bool) -> None:
+        if not self._is_unended(reserved):
+            return
+        if not is_late and error is not None and _is_shutdown(error):
+            return  # unfinished
+        if reserved.group is None:
+            self._desk.reservations.give_up("failed" if error is not None else "not committed", reserved)
+            return
+        await self._end_member(reserved, reserved.group, Status.LATE if is_late else Status.FAILED)
+
+    # -- the items ----------------------------------------------------------------------------------------------------
+
+    async def commit(self, items: Any, *, priority: Any = None, table: str | None = None) -> bool:
+        """Write the items, and end the reservation, in one step of the history.
+
+        The items of a member of a group are copied, and become visible when every member has ended, in the order of the
+        members, in one write.
+
+        Args:
+            items: as of ``buffer.extend``.
+            priority: as of ``buffer.extend``; not for a member of a group.
+            table: as of ``buffer.extend``; not for a member of a group.
+
+        Returns:
+            Whether they were taken. False if the key was written before, by somebody else: the reservation has ended.
+
+        Raises:
+            ReservationError: the reservation has ended: it was given up, or is from before a restore.
+            SchemaError: the items do not fit; the reservation stays open. Of ``items`` that fail otherwise, too.
+            BufferClosedError, BufferFailedError: as of ``buffer.extend``. The reservation stays open.
+        """
+        await self._desk.turn()
+        reserved = self._checked()
+        if reserved.group is None:
+            ending = (reserved, Status.HELD)
+            return await self._desk.write(_Claim(self._desk, reserved, self.key, ending), items, priority, table)
+        if priority is not None or table is not None:
+            raise ValueError("commit: expected neither priority nor table for a member of a group, found one")
+        self._desk.writes.check_writable()
+        self._desk.prepare(items)  # what is wrong is said at once
+        return await self._hold(reserved, reserved.group, items)
+
+    async def _hold(self, reserved: Reserved, group: Group, items: Any) -> bool:
+        content = to_bytes(items, f"reservation {reserved.number}, items")
+        if self._timeout is not None:
+            self._timeout.reschedule(None)  # it was in time
+        if not group.is_last(reserved, _now()):
+            reserved.items, reserved.status = content, Status.HELD
+            return True
+        if group.count(Status.HELD) + 1 < group.least:
+            self._give_up(group)
+            check_open(self._desk.reservations, reserved)
+        return await self._write_group(reserved, group, Status.HELD, content)
+
+    async def _end_member(self, reserved: Reserved, group: Group, status: Status) -> None:
+        """A member ends without items: the others may be too few now, or complete."""
+        survivors = group.count(Status.HELD)
+        is_last = group.is_last(reserved, _now())
+        if survivors + (0 if is_last else group.count(Status.OPEN) - 1) < group.least:
+            reserved.status = status
+            self._give_up(group)
+        elif is_last:
+            await self._write_group(reserved, group, status, b"")
+        else:
+            reserved.status = status
+
+    def _give_up(self, group: Group) -> None:
+        """Too few members of a group can have items."""
+        for member in group.members:
+            self._desk.reservations.give_up(_CAUSES.get(member.status, "group"), member)
+        for stop in list(group.at_work.values()):
+            stop()
+
+    async def _write_group(self, reserved: Reserved, group: Group, status: Status, content: bytes) -> bool:
+        """The last member ends with the write."""
+        parts = [member.items for member in group.members if member is not reserved and member.status is Status.HELD]
+        if content:
+            parts.insert(sum(m.status is Status.HELD for m in group.members[: reserved.number - group.number]), content)
+        items = joined([from_bytes(part, f"group {group.number}") for part in parts])
+        return await self._desk.write(_Claim(self._desk, reserved, group.key, (reserved, status)), items)
+
+    def _stop(self) -> None:
+        """End the work, since its group is given up."""
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(_now())
+
+    def __repr__(self) -> str:
+        """Its number, and whether it is open."""
+        state = "at work" if self._reserved is not None and self._reserved.is_at_work else "not at work"
+        return f"<Slot {self.number}, {state}>"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _is_shutdown(error: BaseException) -> bool:
+    """Whether an error says nothing of the work itself: it goes on after a restart."""
+    return not isinstance(error, Exception) or isinstance(error, BufferClosedError | BufferFailedError)
+
+
+def joined(parts: list[Any]) -> Any:
+    """Several batches of items as one.
+
+    Raises:
+        SchemaError: they differ in structure, or cannot be joined.
+    """
+    if all(isinstance(part, list | tuple) for part in parts):
+        return [item for part in parts for item in part]
+    flat = [flatten(part, batched=True) for part in parts]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise SchemaError(f"expected the items of all members as {spec}, found others")
+    try:
+        columns = [_cat(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SchemaError(f"expected items that can be joined, found {error!r}") from error
+    count = len(columns[0]) if columns else 0
+    return unflatten(spec, columns, batch=count)
+
+
+def _cat(leaves: Sequence[Any]) -> Any:
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return torch.cat(list(leaves))
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return np.concatenate(leaves)
+    return [value for leaf in leaves for value in leaf]
