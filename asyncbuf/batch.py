@@ -339,11 +339,9 @@ def _rows_of(data: Any, rows: int, wanted: slice) -> Any:
     return unflatten(spec, [leaf[wanted] for leaf in leaves])
 
 
-def say_age(batch: Batch[Any], version: int) -> None:
-    """Say in ``info`` how many versions old the rows of a batch are that is being handed over."""
-    info = batch._draw.info
-    if "version" in info:
-        batch._draw = batch._draw._replace(info={**info, "age": (version - info["version"]).clamp_(min=0)})
+def say_again(batch: Batch[Any], draw: Draw) -> None:
+    """Let a batch that nobody has yet say what its sampler says of its rows now."""
+    batch._draw = draw
 
 
 def ticket_of(batch: Batch[Any], seed: int) -> Ticket:

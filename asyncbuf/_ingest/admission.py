@@ -103,12 +103,10 @@ class Admission:
         return len(self._waiting)
 
     def admit_now(self, items: int, nbytes: int = 0) -> Grant | None:
-        """As ``admit``, without waiting; None if the call has to wait.
-
-        Raises:
-            Exception: the limiter says that they never can be written.
-        """
-        return self._granted(items, nbytes) if self._may_write(items, nbytes) and not self._waiting else None
+        """As ``admit``, without waiting: None if there is a reason to wait."""
+        if self._waiting or not self._may_write(items, nbytes):
+            return None
+        return self._granted(items, nbytes)
 
     async def admit(self, items: int, nbytes: int = 0) -> Grant:
         """Wait until so many items, of so many bytes each, may be written. The caller writes them, or gives them back.

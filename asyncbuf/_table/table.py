@@ -60,6 +60,7 @@ class Table:
         has_write_events: whether the sampler wants to see each write as a whole.
         reservations: work that has no items yet.
         lets_go: whether the sampler may let rows leave at any time.
+        listens_to_hand_over: whether the sampler wants to know which batches consumers got.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
         tally: counts what leaves.
 
@@ -88,6 +89,7 @@ class Table:
         self._tells_events = "wrote" in sampler.hooks
         self._tells_rows = "written" in sampler.hooks
         self.lets_go = "leaving" in sampler.hooks
+        self.listens_to_hand_over = "handed_over" in sampler.hooks
         self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
@@ -134,11 +136,6 @@ class Table:
     def write_count(self) -> int:
         """Number of items ever written."""
         return (self._rows or self.rows).write_count
-
-    @property
-    def listens_to_hand_over(self) -> bool:
-        """Whether the sampler wants to know which batches consumers got."""
-        return "handed_over" in self.sampler.hooks
 
     def changed(self) -> None:
         """Rows, priorities or the state of a part are other than before."""
@@ -203,6 +200,10 @@ class Table:
     def evict_stale(self) -> int:
         """Items that are too old leave: how many."""
         return 0
+
+    def told_again(self, draw: Draw) -> Draw:
+        """A draw that says what is true now of its rows."""
+        return draw
 
     def is_too_old(self, draw: Draw) -> bool:
         """Whether a draw has a row whose item is too old now."""
@@ -278,7 +279,7 @@ class Table:
         """As ``wrote``, so many items at a time if the sampler is ours; another one is told of a write as a whole."""
         if event is not None and self._tells_events:
             if self._checks_writes and self._index.sparse is None:
-                self._rows = event.table  # as it was to be
+                self._rows = event.table
             event.table = self.rows
             if placement.offered <= most or not self.sampler.trusted:
                 self.sampler.wrote(event)
@@ -333,8 +334,7 @@ class Table:
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
         shielded(self.storage.release, torch.from_numpy(rows.copy()))
-        if "removed" in self.sampler.hooks:
-            shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
+        shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
         if self.lets_go:
             self.let_go()
         return len(rows)
