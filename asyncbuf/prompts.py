@@ -407,7 +407,9 @@ class PromptSource(Generic[PromptT]):
 
     def _separated(self) -> tuple[list[int], list[int]]:
         """The ids of the prompts under way: those that are held, and those that are not."""
-        left, held, given = Counter(self._held), [], []
+        left = Counter(self._held)
+        held: list[int] = []
+        given: list[int] = []
         for id in self._out.values():
             (held if left[id] else given).append(id)
             left[id] -= left[id] > 0
