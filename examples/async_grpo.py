@@ -33,15 +33,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import random
 import sys
 import tempfile
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +76,7 @@ class Config:
     max_age: int
     latency: float
     failures: float
-    checkpoint: Path | None
+    checkpoint: Path
     every: int
     resume: bool
     kill: int
@@ -110,15 +108,16 @@ class GenerationError(Exception):
 class Server:
     """Stands for a server that generates tokens, and gets new weights while it does."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    def __init__(self, config: Config, on_step: Callable[[int], None]) -> None:
         self.config = config
+        self.on_step = on_step  # to tell how far it is
         self.random = random.Random(time.time_ns())  # another one after each restart
         self.failed = 0
-        self.load(policy, 0)
 
     def load(self, policy: Policy, version: int) -> None:
         """New weights, also for the rollouts that are under way."""
         self.version = version
+        self.on_step(version)
         with torch.inference_mode():
             logprobs = policy(torch.arange(2 * DIGITS))
         self.logprobs: list[list[float]] = logprobs.tolist()
@@ -151,6 +150,11 @@ def item(prompt: dict[str, int], rollout: Rollout) -> dict[str, Any]:
     """What is stored of an answer, with its reward: 1 if the digits have the sum that was asked for, else 0."""
     right = sum(rollout["token"]) % DIGITS == prompt["wanted"]
     return {"prompt": prompt["id"], "reward": float(right), "oldest": min(rollout["version"]), **rollout}
+
+
+def teaches(group: dict[str, Any]) -> bool:
+    """Whether the rewards of a group differ: equal ones have no advantage over each other."""
+    return bool(np.ptp(group["reward"]) > 0)
 
 
 @dataclass
@@ -201,26 +205,23 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> No
 
 
 class Run:
-    """Prompts, buffer and model of a run."""
+    """Prompts, buffer and model, and the tasks that work with them."""
 
-    def __init__(self, config: Config, on_step: Callable[[int], None]) -> None:
-        self.config, self.on_step, self.policy, self.records = config, on_step, Policy(), Records()
+    def __init__(self, config: Config, server: Server) -> None:
+        self.config, self.server, self.policy, self.records = config, server, Policy(), Records()
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.004)
-        self.server = Server(config, self.policy)
         self.source = PromptSource([number % DIGITS for number in range(config.prompts)], epochs=1)
-        has_differences: Callable[[Any], bool] = lambda group: np.ptp(group["reward"]) > 0  # noqa: E731
+        sampler = GroupSampler("prompt", GROUP, filter=teaches, filter_keys="reward", on_drop=self.on_drop)
+        staleness = Staleness(config.max_age, version_key="oldest", id_key="prompt", on_evict=self.on_evict)
+        limits: dict[str, Any] = dict(limiter=MaxAhead(2), overwrite="wait", staleness=staleness, prefetch=1)
         self.buffer: ReplayBuffer[Any] = ReplayBuffer(
-            RaggedStorage(1024, TOKENS),
-            sampler=GroupSampler("prompt", GROUP, filter=has_differences, filter_keys="reward", on_drop=self.on_drop),
-            batch_size=GROUPS * GROUP,
-            prefetch=1,
-            limiter=MaxAhead(2),
-            overwrite="wait",
-            staleness=Staleness(config.max_age, version_key="oldest", id_key="prompt", on_evict=self.on_evict),
+            RaggedStorage(1024, TOKENS), sampler=sampler, batch_size=GROUPS * GROUP, **limits
         )
+        parts = ("buffer", "source", "policy", "optimizer", "records")
+        self.parts: dict[str, Any] = {name: getattr(self, name) for name in parts}
 
     def on_drop(self, id: int, cause: str) -> None:
-        if cause == "filter":  # a group that has lost a member is one of on_evict
+        if cause == "filter":  # a group of which a member is too old is one of on_evict
             self.source.discard(id)
             self.records.filtered.append(id)
 
@@ -228,9 +229,7 @@ class Run:
         for id in set(ids):
             self.source.put_back(id)  # to be asked again
 
-    @property
     def left(self) -> int:
-        """How many prompts are neither trained on nor filtered out."""
         return len(self.source) - self.source.counts.done - self.source.counts.discarded
 
     async def roll_out(self, slot: Slot, slowness: float) -> None:
@@ -242,52 +241,38 @@ class Run:
                 slot.partial = rollout  # what a checkpoint has of it
             await slot.commit([item(slot.payload, rollout)])
 
-    async def answer(self, slots: list[Slot], slowness: float) -> None:
-        async with asyncio.TaskGroup() as members:
-            for slot in slots:
-                members.create_task(self.roll_out(slot, slowness))
-
-    async def work(self, unfinished: deque[list[Slot]], slowness: float) -> None:
+    async def work(self, unfinished: list[list[Slot]], slowness: float) -> None:
         while unfinished:
-            await self.answer(unfinished.popleft(), slowness)
+            await asyncio.gather(*(self.roll_out(slot, slowness) for slot in unfinished.pop(0)))
         async for id, wanted in self.source.until_done():
             slots = await self.buffer.reserve_group({"id": id, "wanted": wanted}, GROUP)
             self.source.hold(id)  # from here on it is in checkpoints by its reservation
-            await self.answer(slots, slowness)
+            await asyncio.gather(*(self.roll_out(slot, slowness) for slot in slots))
 
-    async def learn(self, saver: Checkpointer | None) -> None:
-        while self.left:
-            groups = min(GROUPS, self.left)
+    async def learn(self, saver: Checkpointer) -> None:
+        while groups := min(GROUPS, self.left()):
             try:
                 async with asyncio.timeout(1.0), self.buffer.lease(groups * GROUP) as batch:
-                    self.records.trained_on(batch, self.policy)
                     update(self.policy, self.optimizer, batch)
+                    self.records.trained_on(batch, self.policy)
                     for id in batch.info["group"].tolist():
                         self.source.done(id)
-            except TimeoutError:  # nothing is lost by it; at the end, the filter may have left fewer groups than that
+            except TimeoutError:  # loses nothing; at the end, the filter may have left fewer groups than it waits for
                 continue
-            version = await self.buffer.advance_version()
-            self.server.load(self.policy, version)
-            if saver is not None and (version % self.config.every == 0 or not self.left):
-                await saver.save_soon(version, **self.parts)
-            self.on_step(version)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("buffer", "source", "policy", "optimizer", "records")}
+            self.server.load(self.policy, await self.buffer.advance_version())
+            if self.buffer.version % self.config.every == 0 or not self.left():
+                await saver.save_soon(self.buffer.version, **self.parts)
 
     async def train(self) -> None:
-        saver = None if self.config.checkpoint is None else Checkpointer(self.config.checkpoint)
-        async with self.buffer, saver or contextlib.nullcontext():
-            if saver is not None and self.config.resume and saver.latest() is not None:
-                await saver.restore(**self.parts)
-                self.server.load(self.policy, self.buffer.version)
-            groups = groupby(self.buffer.unfinished(), lambda slot: slot.payload["id"])
-            unfinished = deque(list(slots) for _, slots in groups)
-            async with asyncio.TaskGroup() as tasks:
-                for slowness in [5.0, *[1.0] * (self.config.workers - 1)]:  # the first one is a straggler
-                    self.buffer.watch(tasks.create_task(self.work(unfinished, slowness)), "producer")
-                self.buffer.watch(tasks.create_task(self.learn(saver)), "consumer")
+        saver = Checkpointer(self.config.checkpoint)
+        if self.config.resume and saver.latest() is not None:
+            await saver.restore(**self.parts)
+        self.server.load(self.policy, self.buffer.version)
+        unfinished = [list(slots) for _, slots in groupby(self.buffer.unfinished(), lambda slot: slot.payload["id"])]
+        async with self.buffer, saver, asyncio.TaskGroup() as tasks:
+            self.buffer.watch(tasks.create_task(self.learn(saver)), "consumer")
+            for slowness in [5.0, *[1.0] * (self.config.workers - 1)]:  # the first one is a straggler
+                self.buffer.watch(tasks.create_task(self.work(unfinished, slowness)), "producer")
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
@@ -386,16 +371,19 @@ def finished(process: ForkServerProcess, received: Connection) -> dict[str, Any]
     return dict(found)
 
 
-def compare(config: Config, directory: Path) -> bool:
+def compare(config: Config) -> bool:
     """Kills and resumes a run; whether it has settled the same prompts as one that was left alone, each once."""
     processes.set_forkserver_preload(["torch._dynamo", "matplotlib.figure", "asyncbuf"])
-    left_alone, resumed = (dataclasses.replace(config, checkpoint=path, resume=True) for path in (None, directory))
+    left_alone = replace(config, checkpoint=config.checkpoint / "left_alone")
+    resumed = replace(config, checkpoint=config.checkpoint / "killed", resume=True)
     rng = random.Random(config.seed)
     steps = config.prompts // (3 * GROUPS)  # there are more than that, however many groups are filtered out
     expected = finished(*start(left_alone))
-    for number, at in enumerate(sorted(rng.randint(0, steps) for _ in range(config.kill)), 1):
+    for number in range(1, config.kill + 1):
+        at = steps * number // config.kill
         step = killed(resumed, at, 0.3 * rng.random())
-        print(f"process {number} was killed after step {step}; latest checkpoint: {Checkpointer(directory).latest()}")
+        latest = Checkpointer(resumed.checkpoint).latest()
+        print(f"process {number} was killed after step {step}; latest checkpoint: {latest}", flush=True)
     found = finished(*start(resumed))
     for name, numbers in (("left alone", expected), (f"killed {config.kill} times", found)):
         print(f"\n{name}:")
@@ -419,13 +407,25 @@ def trained(config: Config, on_step: Callable[[int], None]) -> Run:
     """A run to its end."""
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)  # the initial weights
-    run = Run(config, on_step)
+    run = Run(config, Server(config, on_step))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run.train())
     return run
 
 
-def parse_arguments() -> Config:
+def once(config: Config) -> bool:
+    """Trains, and shows what came of it; whether that is sound."""
+    started = time.perf_counter()
+    run = trained(config, lambda step: print(f"step {step}", flush=True))
+    found = report(run)
+    path = config.output / "async_grpo.png"
+    plot(run, path)
+    show(found)
+    print(f"{time.perf_counter() - started:.1f} s, {run.server.failed} failed requests, curve: {path}")
+    return is_sound(found, config)
+
+
+def parse_arguments(directory: Path) -> Config:
     parser = argparse.ArgumentParser(description="asynchronous GRPO, with simulated generation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=1200, help="how many prompts, each of which is trained on once")
@@ -433,7 +433,7 @@ def parse_arguments() -> Config:
     parser.add_argument("--max-age", type=int, default=4, help="how many versions behind a token may be")
     parser.add_argument("--latency", type=float, default=0.02, help="seconds for four tokens, on average")
     parser.add_argument("--failures", type=float, default=0.002, help="the share of requests that fail")
-    parser.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the whole run")
+    parser.add_argument("--checkpoint", type=Path, help="directory for checkpoints, else a temporary one")
     parser.add_argument("--every", type=int, default=2, help="training steps between two checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument(
@@ -442,27 +442,22 @@ def parse_arguments() -> Config:
     parser.add_argument(
         "--output", type=Path, default=Path(), help="directory for the picture, or the numbers of --kill"
     )
-    return Config(**vars(parser.parse_args()))
+    arguments = parser.parse_args()
+    arguments.checkpoint = arguments.checkpoint or directory
+    return Config(**vars(arguments))
 
 
 def main() -> None:
-    config = parse_arguments()
-    if config.kill:
-        with contextlib.ExitStack() as stack:
-            directory = config.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            if directory.exists() and any(directory.iterdir()):
-                sys.exit(f"{directory}: expected a new or empty folder, found files in it")
-            same = compare(config, directory)
-        print("\nthe same prompts, each once" if same else "\nNOT THE SAME")
-        sys.exit(0 if same else 1)
-    started = time.perf_counter()
-    run = trained(config, lambda step: print(f"step {step}", flush=True))
-    found = report(run)
-    path = config.output / "async_grpo.png"
-    plot(run, path)
-    show(found)
-    print(f"{time.perf_counter() - started:.1f} s, {run.server.failed} failed requests, curve: {path}")
-    sys.exit(0 if is_sound(found, config) else 1)
+    with tempfile.TemporaryDirectory() as directory:
+        config = parse_arguments(Path(directory))
+        if not config.resume and config.checkpoint.exists() and any(config.checkpoint.iterdir()):
+            sys.exit(f"{config.checkpoint}: expected a new or empty folder, or --resume, found files in it")
+        if config.kill:
+            is_good = compare(config)
+            print("\nthe same prompts, each once" if is_good else "\nNOT THE SAME")
+        else:
+            is_good = once(config)
+    sys.exit(0 if is_good else 1)
 
 
 if __name__ == "__main__":

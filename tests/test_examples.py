@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # "{output}" stands for a folder of the test's own.
 ARGUMENTS = {
+    "async_grpo.py": "--prompts 200 --output {output}",
     "exact_resume.py": "--steps 60 --kills 1 --directory {output}",
     "prioritized_dqn.py": "--steps 1200 --eval-episodes 2",
     "recurrent_dqn.py": "--steps 1200 --eval-episodes 2",
