@@ -142,6 +142,10 @@ class Limits:
             return 0
         return -(-int(shielded(self._storage.weigh, prepared)) // prepared.count)
 
+    def typical_nbytes(self, rows: Rows) -> int:
+        """Bytes of a stored item, on average; 0 if nobody counts them, or none is stored."""
+        return -(-self._nbytes(rows) // rows.size) if self._bytes is not None and rows.size else 0
+
     def drew(self, rows: Int64Array, size: int) -> None:
         """Rows were drawn, while so many items are stored."""
         if self.unread is not None:

@@ -109,7 +109,7 @@ async def test_groups_that_are_filtered_make_room() -> None:
         assert buffer.stats().ledger.evicted == {"let_go": 40}
         for group in (20, 21):
             await within(buffer.extend({"group": torch.full((2,), group), "reward": torch.tensor([0.0, 1.0])}))
-        assert sorted((await within(buffer.sample()))["group"].tolist()) == [20, 20, 21, 21]
+        assert sorted((await within(buffer.sample()))["group"].tolist()) == [[20, 20], [21, 21]]
 
 
 async def test_it_ends_with_the_buffer() -> None:
