@@ -41,6 +41,7 @@ class _Writer:
         items: how many it wants to write.
         nbytes: bytes of each.
         is_reserved: whether they are still to be made.
+        before: a grant for the same items, which holds again if this call is not admitted.
         task: the task that waits.
         wake: resolved when it was admitted, or will not be.
         grant: what it was admitted with.
@@ -48,12 +49,13 @@ class _Writer:
             frames that hold the future.
     """
 
-    __slots__ = ("error", "grant", "is_reserved", "items", "nbytes", "task", "wake")
+    __slots__ = ("before", "error", "grant", "is_reserved", "items", "nbytes", "task", "wake")
 
     def __init__(self, items: int, nbytes: int, *, is_reserved: bool) -> None:
         self.items = items
         self.nbytes = nbytes
         self.is_reserved = is_reserved
+        self.before: Grant | None = None
         self.task = asyncio.current_task()
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.grant: Grant | None = None
@@ -156,15 +158,18 @@ class Admission:
         if nbytes == grant.nbytes or not self.end(grant):
             return
         try:
-            if self._may_write(items, nbytes):
-                fresh = self._granted(items, nbytes)
-            else:
-                writer = _Writer(items, nbytes, is_reserved=True)
-                fresh = await self._admitted(writer, "commit", is_first=True)
+            fits = self._may_write(items, nbytes)
         except BaseException:
             self._hold(grant)
             raise
-        self.end(fresh)
+        if not fits:
+            writer = _Writer(items, nbytes, is_reserved=True)
+            writer.before = grant
+            try:
+                self.end(await self._admitted(writer, "commit", is_first=True))
+            except BaseException:
+                self._keep(writer)
+                raise
         grant.items, grant.nbytes = items, nbytes
         self._hold(grant)
 
@@ -215,8 +220,15 @@ class Admission:
         self._limits.admitted += grant.items
         self._limits.admitted_nbytes += grant.items * grant.nbytes
 
+    def _keep(self, writer: _Writer) -> None:
+        """A call is not admitted: what it had before holds again, ahead of those that wait."""
+        before, writer.before = writer.before, None
+        if before is not None:
+            self._hold(before)
+
     def _leave(self, writer: _Writer) -> None:
         """A call was cancelled, perhaps in the very step in which it was admitted."""
+        self._keep(writer)
         if writer in self._waiting:
             del self._waiting[writer]
             self.changed()  # the one behind it may want less
@@ -250,12 +262,14 @@ class Admission:
             writer = next(iter(self._waiting))
             if writer.wake.done():
                 del self._waiting[writer]  # cancelled: it has not been told yet
+                self._keep(writer)
                 continue
             try:
                 if not self._may_write(writer.items, writer.nbytes):
                     return
             except BaseException as error:
                 del self._waiting[writer]
+                self._keep(writer)
                 writer.refuse(detached(as_failure(error)))
                 if not isinstance(error, FAILURES):
                     raise
@@ -267,10 +281,13 @@ class Admission:
         """Tell everybody that waits that it will not be admitted."""
         waiting, self._waiting = self._waiting, OrderedDict()
         for writer in waiting:
+            self._keep(writer)
             writer.refuse(error())
 
     def forget(self) -> None:
         """The event loop of those that waited or wrote was closed: none of them goes on."""
+        for writer in self._waiting:
+            writer.before = None
         self._waiting.clear()
         self._grants.clear()
         self._limits.admitted = self._limits.admitted_nbytes = 0

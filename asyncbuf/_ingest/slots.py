@@ -418,7 +418,7 @@ class Slot:
             if reserved.group is not None:
                 if priority is not None or table is not None or version is not None:
                     raise ValueError(
-                        "commit: expected neither priority, table nor version for a member of a group, found one"
+                        "commit: expected neither priority nor table nor version for a member of a group, found one"
                     )
                 return await self._commit_member(reserved, reserved.group, items)
             claim = _Claim(self._desk, reserved, self.key, (reserved, Status.HELD))

@@ -328,7 +328,7 @@ async def test_a_group_that_nobody_works_on_waits_again() -> None:
         assert not begun.is_set()
         await buffer.sample()
         await within(asyncio.gather(*tasks[1:]))
-        assert admitted(buffer) == 6 or not buffer.unfinished()
+        assert admitted(buffer) == 0  # two have ended, and nobody works on the third
         (left,) = buffer.unfinished()
         async with left:
             await left.commit(rows(1))
@@ -448,7 +448,7 @@ async def test_the_version_of_a_commit() -> None:
         assert sorted((await buffer.sample(5)).info["age"].tolist()) == [0, 0, 0, 1, 1]
         (member,) = await buffer.reserve_group("g", 1)
         async with member:
-            with pytest.raises(ValueError, match="expected neither priority, table nor version"):
+            with pytest.raises(ValueError, match="expected neither priority nor table nor version"):
                 await member.commit(rows(1), version=2)
             await member.commit(rows(1))
     plain = made(limiter=None)
