@@ -80,7 +80,9 @@ class PromptSource(Generic[PromptT]):
 
     Save it together with the buffer, as in ``checkpointer.save(step, buffer=buffer, prompts=source)``, and say ``done``
     in the same step in which the answers are in the buffer, as here: then a prompt is in exactly one of both in each
-    checkpoint. A checkpoint has ids and numbers, never the prompts; the data set must be the same.
+    checkpoint. Or ``hold(id)`` it in the step that reserves its answers, and say ``done`` much later.
+
+    A checkpoint has ids and numbers, never the prompts; the data set must be the same.
 
     Without weights each epoch has every prompt once, in an order of its own. It is computed, not stored, whatever the
     size. With weights, each prompt is drawn with replacement, with a chance in proportion to its weight at that moment,
@@ -407,7 +409,9 @@ class PromptSource(Generic[PromptT]):
 
     def _separated(self) -> tuple[list[int], list[int]]:
         """The ids of the prompts under way: those that are held, and those that are not."""
-        left, held, given = Counter(self._held), [], []
+        left = Counter(self._held)
+        held: list[int] = []
+        given: list[int] = []
         for id in self._out.values():
             (held if left[id] else given).append(id)
             left[id] -= left[id] > 0
