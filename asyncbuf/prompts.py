@@ -10,18 +10,18 @@ import numpy as np
 import torch
 
 from asyncbuf._plain.counter_hash import CounterHash
-from asyncbuf._plain.savable import tensor_problem
-from asyncbuf._plain.state import Seed, described, fields, int64s, same
-from asyncbuf._runtime.arguments import count, cpu_tensor, flag, shown
+from asyncbuf._plain.state import Seed, fields, int64s, same
+from asyncbuf._prompt_weights import ids_of, numbers_of, saved_tree, tree_of
+from asyncbuf._runtime.arguments import count, flag, shown
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.sampler._permutation import Permutation
-from asyncbuf.sampler._sum_tree import SumTree
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import Self
 
-    from asyncbuf.rows import Float64Array, Int64Array
+    from asyncbuf.sampler._sum_tree import SumTree
+
 
 PromptT = TypeVar("PromptT")
 PromptT_co = TypeVar("PromptT_co", covariant=True)
@@ -80,7 +80,9 @@ class PromptSource(Generic[PromptT]):
 
     Save it together with the buffer, as in ``checkpointer.save(step, buffer=buffer, prompts=source)``, and say ``done``
     in the same step in which the answers are in the buffer, as here: then a prompt is in exactly one of both in each
-    checkpoint. A checkpoint has ids and numbers, never the prompts; the data set must be the same.
+    checkpoint. Or ``hold(id)`` it in the step that reserves its answers, and say ``done`` much later.
+
+    A checkpoint has ids and numbers, never the prompts; the data set must be the same.
 
     Without weights each epoch has every prompt once, in an order of its own. It is computed, not stored, whatever the
     size. With weights, each prompt is drawn with replacement, with a chance in proportion to its weight at that moment,
@@ -118,7 +120,7 @@ class PromptSource(Generic[PromptT]):
             raise ValueError(
                 "shuffle: expected True, because prompts that have weights are drawn at random; found False"
             )
-        self._tree = None if weights is None else _tree_of(_numbers(weights, "weights", self._length), "weights")
+        self._tree = None if weights is None else tree_of(numbers_of(weights, "weights", self._length), "weights")
         if generator is None:
             self._seed = torch.Generator().seed() >> 1
         else:
@@ -375,8 +377,8 @@ class PromptSource(Generic[PromptT]):
         tree = self._tree
         if tree is None:
             raise TypeError("set_weights: expected a source made with weights, as in PromptSource(..., weights=[...])")
-        where = _ids(ids, self._length)
-        values = _numbers(weights, "weights", len(where))
+        where = ids_of(ids, self._length)
+        values = numbers_of(weights, "weights", len(where))
         if not len(where):
             return
         before = tree.weights.take(where)
@@ -436,7 +438,7 @@ class PromptSource(Generic[PromptT]):
         known = np.concatenate([ids, held])
         if position > self._length or not ((known >= 0) & (known < self._length)).all():
             raise CheckpointCorruptError(f"{name}: expected a position and ids of {self._length} prompts, found others")
-        tree = _saved_tree(weights, self._length, name) if is_weighted else None
+        tree = saved_tree(weights, self._length, name) if is_weighted else None
         counts = dict(zip(_COUNTS, fields(counts, f"{name}: counts", **dict.fromkeys(_COUNTS, int)), strict=True))
         if counts["handed_out"] != counts["done"] + counts["discarded"] + counts["put_back"] + len(held):
             raise CheckpointCorruptError(f"{name}: expected counts that make up handed_out, found {counts}")
@@ -462,47 +464,3 @@ def _length(dataset: Any) -> int:
     if not length:
         raise ValueError("dataset: expected at least one prompt, found none")
     return length
-
-
-def _ids(ids: Any, length: int) -> Int64Array:
-    found = cpu_tensor(ids, "ids", expected="integers")
-    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool):
-        raise TypeError(f"ids: expected integers, found {found.dtype}")
-    rows: Int64Array = found.to(torch.int64).reshape(-1).numpy()
-    if len(rows) and not 0 <= rows.min() <= rows.max() < length:
-        raise ValueError(f"ids: expected numbers from 0 to {length - 1}, found {rows.min()} to {rows.max()}")
-    return rows.copy()
-
-
-def _numbers(weights: Any, name: str, expected: int) -> Float64Array:
-    """Weights as an array of its own: float64 ``[expected]``."""
-    found = cpu_tensor(weights, name, expected="numbers")
-    if found.is_complex() or (found.dtype is torch.bool and found.numel()):
-        raise TypeError(f"{name}: expected real numbers, found {found.dtype}")
-    values: Float64Array = found.to(torch.float64).numpy()
-    if isinstance(weights, float):
-        values = np.array(weights)  # not by way of float32
-    elif isinstance(weights, list | tuple):
-        values = np.asarray(weights, np.float64)
-    if values.size != expected and values.ndim:
-        raise ValueError(f"{name}: expected {expected} numbers, found {values.size}")
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(f"{name}: expected finite numbers that are not negative, found others")
-    return np.broadcast_to(values.reshape(-1) if values.ndim else values, (expected,)).copy()
-
-
-def _tree_of(weights: Float64Array, name: str) -> SumTree:
-    tree = SumTree(len(weights))
-    tree.set(np.arange(len(weights)), weights)
-    if not 0 < tree.total < np.inf:
-        raise ValueError(f"{name}: expected some whose sum is positive and finite, found {tree.total}")
-    return tree
-
-
-def _saved_tree(weights: torch.Tensor, length: int, name: str) -> SumTree:
-    if weights.dtype is not torch.float64 or tensor_problem(weights) is not None or weights.shape != (length,):
-        raise CheckpointCorruptError(f"{name}: expected {length} weights as float64, found {described(weights)}")
-    try:
-        return _tree_of(_numbers(weights, "weights", length), "weights")
-    except ValueError as error:
-        raise CheckpointCorruptError(f"{name}: {error}") from error
