@@ -172,8 +172,10 @@ CASES: dict[str, Case] = {
     ),
     "ReplayBuffer.reserve.payload": Case(lambda b, p, v: b.reserve(v), [object(), lambda: 0, {1, 2}, int], "payload"),
     "ReplayBuffer.reserve.key": Case(lambda b, p, v: b.reserve(0, key=v), NO_KEY, "key"),
-    "ReplayBuffer.reserve.items": Case(lambda b, p, v: b.reserve(0, items=v), NO_COUNT, "items"),
-    "ReplayBuffer.reserve_group.items": Case(lambda b, p, v: b.reserve_group(0, 2, items=v), NO_COUNT, "items"),
+    "ReplayBuffer.reserve.items": Case(lambda b, p, v: b.reserve(0, items=v), [*NO_NUMBER, True, -1, 0, 1.0], "items"),
+    "ReplayBuffer.reserve_group.items": Case(
+        lambda b, p, v: b.reserve_group(0, 2, items=v), [*NO_NUMBER, True, -1, 0, 1.0], "items"
+    ),
     "ReplayBuffer.reserve_group.payload": Case(
         lambda b, p, v: b.reserve_group(v, 2), [object(), lambda: 0, {1, 2}, int], "payload"
     ),

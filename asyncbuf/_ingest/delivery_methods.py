@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncbuf._ingest.claims import checked_key
+from asyncbuf._ingest.desk import Desk
 from asyncbuf._ingest.producer import MOST_NUMBERS, Producer, checked_name
-from asyncbuf._ingest.slots import Desk, Made, Slot
+from asyncbuf._ingest.slots import Made, Slot
 from asyncbuf._runtime.arguments import count, seconds, shown
 from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job

@@ -16,12 +16,14 @@ class MaxStaleness(Limiter):
     """Writers wait while more items than those of ``max_age + version + 1`` batches are written or about to be.
 
     The capacity rule of AReaL (Fu et al., arXiv:2505.24298, 2025), for a loop that trains on one batch per version:
-    sample, train, ``advance_version()``. Versions begin at 0. With a sampler that hands out the oldest items first,
-    such as ``ConsumingSampler``, each item is trained on at most ``max_age`` versions after it was admitted.
+    sample, train, ``advance_version()``. Versions begin at 0. With a sampler that uses items up, the oldest first, such
+    as ``ConsumingSampler``, items that are written in the order in which they were admitted are trained on at most
+    ``max_age`` versions after that.
 
     Let items be admitted when the work on them begins: ``buffer.reserve(prompt, items=8)``. Otherwise they are admitted
-    when they are written, and then the work was done by an older version. Work that is overtaken by work that began
-    later can still come too late, except with ``max_age=0``; ``Staleness(max_age)`` bounds the age of those, too.
+    when they are written, and the work was done by an older version. Work that is overtaken by work that began later
+    can still come too late, except with ``max_age=0``: the rule counts items, and does not know which are slow. What
+    becomes of those is up to ``Staleness``, whose ``max_age`` may be higher, or None.
 
     Items that left without being trained on make room for others: those that were too old, that the sampler let go
     (as ``GroupSampler(filter=...)`` does), that the writer did not keep, and those of ``remove`` and ``empty``.
