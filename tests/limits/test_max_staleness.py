@@ -22,7 +22,7 @@ from asyncbuf import (
     TensorStorage,
 )
 from tests.helpers import Crew, numbers, outcomes, rows, seeded, turns, within
-from tests.virtual_time import passed, run_in_virtual_time
+from tests.virtual_clock import pass_by, run_virtually
 
 
 def made(max_age: int = 1, **settings: Any) -> ReplayBuffer:
@@ -199,7 +199,7 @@ async def train(max_age: int, seed: int, *, in_order: bool, items: int | None, b
             async with buffer.reserve("p", items=items) as slot:
                 version, before, ended = buffer.version, last, asyncio.Event()
                 last = ended
-                await passed(chance.expovariate(1.0))
+                await pass_by(chance.expovariate(1.0))
                 if in_order:
                     await before.wait()
                 await slot.commit({"version": torch.full((chance.randint(1, items or 1),), version)})
@@ -211,7 +211,7 @@ async def train(max_age: int, seed: int, *, in_order: bool, items: int | None, b
         for _ in range(batches):
             batch = await buffer.sample()
             assert int(batch.info["age"].max()) <= max_age
-            await passed(0.3)
+            await pass_by(0.3)
             await buffer.advance_version()
         ledger = buffer.stats().ledger
         assert ledger.closes
@@ -229,14 +229,14 @@ def test_no_work_is_for_nothing(max_age: int, in_order: bool, items: int) -> Non
     if items == 2 and not max_age:
         return  # a write may have one item too many for a batch, and one batch is all that there is room for
     for seed in range(3):
-        assert run_in_virtual_time(train(max_age, seed, in_order=in_order, items=items)) == [0, 160]
-    late, _ = run_in_virtual_time(train(max_age, 0, in_order=in_order, items=None))
+        assert run_virtually(train(max_age, seed, in_order=in_order, items=items), has_threads=False) == [0, 160]
+    late, _ = run_virtually(train(max_age, 0, in_order=in_order, items=None), has_threads=False)
     assert late > 20  # and it would be without the limiter
 
 
 def test_work_that_is_overtaken_may_be_too_late() -> None:
     """The rule counts items, and knows nothing of which are slow: fewer are too late, and not none."""
-    late, trained = run_in_virtual_time(train(1, 0, in_order=False, items=1))
-    without, _ = run_in_virtual_time(train(1, 0, in_order=False, items=None))
+    late, trained = run_virtually(train(1, 0, in_order=False, items=1), has_threads=False)
+    without, _ = run_virtually(train(1, 0, in_order=False, items=None), has_threads=False)
     assert trained == 160
     assert 0 < late < without
