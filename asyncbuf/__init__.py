@@ -31,7 +31,7 @@ from asyncbuf.errors import (
     WrongLoopError,
 )
 from asyncbuf.lease import Lease
-from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MinSize, Queue, SampleToInsertRatio
+from asyncbuf.limiter import Limiter, MaxAhead, MaxBytes, MaxStaleness, MinSize, Queue, SampleToInsertRatio
 from asyncbuf.prompts import PromptCounts, PromptDataset, PromptSource
 from asyncbuf.protocols import Replay, Snapshotable
 from asyncbuf.rows import Counters, NotYet, RowRange, WriteEvent
@@ -56,6 +56,7 @@ from asyncbuf.sampler import (
     TrajectorySampler,
     WeightedSampler,
 )
+from asyncbuf.shard import Shard
 from asyncbuf.staleness import Staleness
 from asyncbuf.stats import BufferStats, Ledger
 from asyncbuf.storage import (
@@ -119,6 +120,7 @@ __all__ = [
     "ListStorage",
     "MaxAhead",
     "MaxBytes",
+    "MaxStaleness",
     "MaxValueWriter",
     "MemmapStorage",
     "MinSize",
@@ -155,6 +157,7 @@ __all__ = [
     "SaveProgress",
     "SaveStage",
     "SchemaError",
+    "Shard",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Slot",

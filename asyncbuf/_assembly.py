@@ -28,6 +28,7 @@ from asyncbuf.stats import BufferStats, Ledger
 if TYPE_CHECKING:
     from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.queue import TicketQueue
+    from asyncbuf.shard import Ranks
 
 # Up to so many rows of a batch, nobody asks whether they fit into memory.
 _LARGE = 1 << 20
@@ -50,6 +51,7 @@ class Assembly:
         writes: the way of an item.
         queues: tickets that nobody has taken, and the consumers that wait for them.
         leases: batches that consumers have for a while.
+        ranks: those that share each batch; None before there are any.
         drawer: draws tickets.
         gatherer: reads their rows.
         fetcher: makes them into batches.
@@ -119,6 +121,7 @@ class Assembly:
         )
         self.queues = prefetch.queues
         self.leases = prefetch.leases
+        self.ranks: Ranks | None = None
         self.drawer = prefetch.drawer
         self.gatherer = prefetch.gatherer
         self.fetcher = prefetch.fetcher
@@ -248,6 +251,8 @@ class Assembly:
         if self.admission is not None:
             reasons += self.admission.blocked()
         reasons += self.table.durability.blocked()
+        if self.ranks is not None:
+            reasons += self.ranks.blocked()
         if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
             reasons.append(str(self.writes.last_writer))
         if reasons:

@@ -132,6 +132,11 @@ class BufferConfig:
             limiter.check_batch(batch_size)
         elif limiter.needs_batch_size:
             raise ValueError(f"batch_size: expected one, because {limiter!r} counts batches; found None")
+        if limiter.needs_versions and self.staleness is None:
+            raise ValueError(
+                f"staleness: expected one, such as Staleness(2), because {limiter!r} counts versions of the model; "
+                "found None"
+            )
         if limiter.needs_rows_to_leave and not lets_leave(self.sampler):
             raise ValueError(
                 f"limiter: {limiter!r} lets writers wait until items leave; expected a sampler that uses items up, "

@@ -12,6 +12,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from typing_extensions import TypeVar
 
+from asyncbuf._plain.tree import flatten, unflatten
+from asyncbuf._runtime.arguments import count
 from asyncbuf._runtime.own_memory import own_memory
 from asyncbuf._runtime.summary import listed, literal, summary
 
@@ -254,6 +256,36 @@ class Batch(Generic[DataT_co]):
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(_no_attribute(self, name), name=name, obj=self)
 
+    def part(self, rank: int, world: int) -> Self:
+        """The rows of one of several ranks that share the batch: each row is in the part of exactly one.
+
+        Parts follow each other along the first axis, in the order of the ranks. If the rows cannot be divided evenly,
+        the first ranks have one more each. Rows that are grouped (``lengths``), such as packed episodes or the shares
+        of ``TokenBudgetSampler(ranks=world)``, are divided by groups. Tensors share the memory of the batch.
+
+        Args:
+            rank: which part, from 0 to ``world - 1``.
+            world: number of ranks.
+
+        Raises:
+            ValueError: there is no such rank.
+            TypeError: an argument is no int, or a leaf of the data does not have the rows along its first axis, as
+                after a ``collate_fn`` that packs them: divide it yourself.
+        """
+        world = count(world, "world", 1, example=4)
+        rank = count(rank, "rank", 0, most=world - 1, example=0)
+        lengths = self.lengths
+        rows = len(self.indices) if lengths is None else len(lengths)
+        start, stop = (each * (rows // world) + min(each, rows % world) for each in (rank, rank + 1))
+        if lengths is not None:
+            ends = [0, *lengths.cumsum(0).tolist()]
+            lengths, (start, stop) = lengths[start:stop], (ends[start], ends[stop])
+        wanted = slice(start, stop)
+        data = _rows_of(self.data, len(self.indices), wanted)
+        info = _rows_of(dict(self.info), len(self.indices), wanted)
+        values = (self.number, self.epoch, self.last, self.write_count, lengths)
+        return type(self)(data, self.indices[wanted], info, *values)
+
     def __copy__(self) -> Self:
         """Share the data."""
         return type(self)(*_values(self))
@@ -295,11 +327,21 @@ def batch_of(data: Any, number: int, draw: Draw, seed: int, write_count: int) ->
     return batch
 
 
-def say_age(batch: Batch[Any], version: int) -> None:
-    """Say in ``info`` how many versions old the rows of a batch are that is being handed over."""
-    info = batch._draw.info
-    if "version" in info:
-        batch._draw = batch._draw._replace(info={**info, "age": (version - info["version"]).clamp_(min=0)})
+def _rows_of(data: Any, rows: int, wanted: slice) -> Any:
+    """Some of the rows of a tree."""
+    if isinstance(data, list) and len(data) == rows:
+        return data[wanted]
+    leaves, spec = flatten(data, batched=True)
+    for path, leaf in zip(spec.paths(), leaves, strict=True):
+        if getattr(leaf, "is_nested", False) or tuple(getattr(leaf, "shape", ()))[:1] != (rows,):
+            name = path or "the data"
+            raise TypeError(f"part: expected {rows} rows along the first axis of {name}, found {summary(leaf)}")
+    return unflatten(spec, [leaf[wanted] for leaf in leaves])
+
+
+def say_again(batch: Batch[Any], draw: Draw) -> None:
+    """Let a batch that nobody has yet say what its sampler says of its rows now."""
+    batch._draw = draw
 
 
 def ticket_of(batch: Batch[Any], seed: int) -> Ticket:

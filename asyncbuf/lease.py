@@ -6,10 +6,12 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING, Any, Generic, cast
 
-from asyncbuf._runtime.arguments import seconds
+from asyncbuf._runtime.arguments import count, seconds
+from asyncbuf._runtime.lifecycle import State
 from asyncbuf._runtime.reentry import current_job
 from asyncbuf.batch import DataT_co
 from asyncbuf.errors import AsyncBufError
+from asyncbuf.shard import Ranks, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from asyncbuf._assembly import Assembly
     from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.pipeline import Pipeline
+    from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.reentry import ReentryGuard
     from asyncbuf.batch import Batch
 
@@ -84,6 +87,7 @@ class LeaseMethods(Generic[DataT_co]):
     _pipeline: Pipeline
     _guard: ReentryGuard
     _config: BufferConfig
+    _life: Lifecycle
 
     def _turn(self, *, within_frozen: bool = False) -> Awaitable[None]:
         raise NotImplementedError
@@ -111,6 +115,38 @@ class LeaseMethods(Generic[DataT_co]):
             TypeError, ValueError: the timeout is no number from 0 on.
         """
         return Lease(functools.partial(self._lease, batch_size), self._end_lease, seconds(timeout))
+
+    def shard(self, rank: int, world: int) -> Shard[DataT_co]:
+        """One of several ranks, which read disjoint parts of the same batches: ``async for batch in shard``.
+
+        Each batch is drawn once, for all ranks together, and divided as by ``batch.part(rank, world)``: so the batches
+        are those of ``sample()``, whatever the number of ranks. A rank may be ahead of the slowest by the prefetch
+        depth and one; then it waits. Every rank has to read: ``why_blocked()`` names those that others wait for.
+
+        A snapshot has the batches that not all ranks have had, and after a restore all ranks get them again, as many as
+        there are then. So save when all ranks have done the same steps.
+
+        For ranks in processes of their own, each with a buffer of the same content and seed:
+        ``(await buffer.sample()).part(rank, world)``.
+
+        Args:
+            rank: which rank, from 0 to ``world - 1``.
+            world: number of ranks.
+
+        Raises:
+            TypeError, ValueError: there is no such rank; or ranks of another number are in the middle of a batch.
+        """
+        world = count(world, "world", 1, example=4)
+        parts, pipeline = self._parts, self._pipeline
+        ranks = parts.ranks
+        if ranks is None or (ranks.world != world and ranks.is_even):
+            depth = 0 if pipeline.main_queue is None else pipeline.main_queue.depth
+            end = functools.partial(pipeline.end_lease, is_done=True)
+            ranks = parts.ranks = Ranks(world, depth + 1, end, pipeline.is_leased)
+        if ranks.world != world:
+            raise ValueError(f"world: expected {ranks.world}, because batches are still out for them; found {world}")
+        take = functools.partial(self._lease, None)
+        return Shard(ranks, rank, take, lambda: self._life.state is not State.NEW)
 
     async def _lease(self, batch_size: int | None) -> Batch[DataT_co]:
         if current_job() is not None:

@@ -426,6 +426,9 @@ class Counters(NamedTuple):
         offered_nbytes: bytes of the items that ``may_write`` is asked for, likewise.
         overwrites: how many stored items that no ticket was drawn for would be overwritten by those that ``may_write``
             is asked for and those that were admitted, if the limiter ``counts_overwrites``.
+        version: the version of the model that makes items now, if the limiter ``needs_versions``.
+        given_up: number of items that left without being trained on, likewise: they were too old, the sampler let them
+            go, the writer did not keep them, or they were removed by a call.
     """
 
     size: int
@@ -440,3 +443,5 @@ class Counters(NamedTuple):
     admitted_nbytes: int = 0
     offered_nbytes: int = 0
     overwrites: int = 0
+    version: int = 0
+    given_up: int = 0

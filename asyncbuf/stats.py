@@ -20,10 +20,10 @@ class Ledger:
     Attributes:
         written: number of items ever written.
         stored: number of items in the table.
-        evicted: number of items that left, by cause. ``overwritten``: newer items took their rows. ``not_kept``: the
-            writer did not keep them when they came. ``consumed``: the sampler let them go with their last batch.
-            ``let_go``: the sampler had no more use for them, as for a group that was filtered out. ``removed`` and
-            ``emptied``: by ``remove()`` and ``empty()``. ``earlier``: before a release that keeps such books.
+        evicted: number of items that left, by cause. ``overwritten``: newer items took their rows, perhaps of the same
+            write. ``not_kept``: the writer chose not to keep them when they came. ``consumed``: the sampler let them go
+            with their last batch. ``let_go``: the sampler had no more use for them, as for a group that was filtered
+            out. ``removed`` and ``emptied``: by ``remove()`` and ``empty()``. ``earlier``: before these books began.
         duplicates: number of writes that were ignored, because their key or number had been seen.
         drawn: number of tickets ever drawn.
         delivered: number of batches handed to consumers.

@@ -4,7 +4,7 @@ What it shows:
 
 - each environment is a coroutine that awaits `buffer.extend(...)`;
 - the learner is a coroutine that takes `async for batch in buffer`, from batches made ready ahead of time;
-- a condition variable keeps one update to a fixed number of environment steps, so that neither side starves;
+- a limiter, `SampleToInsertRatio`, keeps one update to a fixed number of environment steps: neither side starves;
 - a truncated step is stored as not terminated, with its true next observation, so that it still bootstraps;
 - the whole run is saved in the background while it goes on (`--checkpoint DIR --every N`), once more on Ctrl-C, and
   taken up again (`--resume`).
@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from asyncbuf import Checkpointer, RandomSampler, ReplayBuffer, StopSignal, TensorStorage
+from asyncbuf import Checkpointer, RandomSampler, ReplayBuffer, SampleToInsertRatio, StopSignal, TensorStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,69 +151,44 @@ class Agent:
                 average.lerp_(parameter, self.config.polyak)
 
 
-class Pace:
-    """Keeps the collectors and the learner at one update to `steps_per_update` environment steps."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        # A step is stored up to n_step - 1 steps late. With less of a lead than that in each environment, all
-        # of them could stand still before the buffer holds its min_size.
-        self.lead = config.envs * config.n_step
-        self.taken = [0] * config.envs
-        self.updates = 0
-        self.changed = asyncio.Condition()
-
-    @property
-    def steps(self) -> int:
-        """Environment steps taken, of all environments together."""
-        return sum(self.taken)
-
-    @property
-    def needed(self) -> int:
-        """How many environment steps must have been taken before the next update."""
-        return min(self.config.steps, self.config.warmup + self.config.steps_per_update * self.updates)
-
-    async def claim_step(self, index: int) -> bool:
-        """Waits until environment `index` is due for one more step; False once all steps are taken."""
-        # The number of the step if all take turns. With one count for all, some collectors would go on and on
-        # while others wait, because a condition does not serve its waiters in order.
-        number = self.taken[index] * self.config.envs + index
-        if number >= self.config.steps:
-            return False
-        async with self.changed:
-            await self.changed.wait_for(lambda: number < self.needed + self.lead)
-            self.taken[index] += 1
-            self.changed.notify_all()
-        return True
-
-    async def claim_update(self) -> None:
-        """Waits until one more update is due."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.steps >= self.needed)
-            self.updates += 1
-            self.changed.notify_all()
-
-
 @dataclass
 class Run:
     """Everything that changes during training, apart from the buffer."""
 
     config: Config
     agent: Agent
-    pace: Pace
     best: nn.Sequential
     resumed_at: int = 0
     exit_code: int = 0
+    updates: int = 0
+    taken: list[int] = field(default_factory=list)
     best_return: float = float("-inf")
     episodes: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """No environment has taken a step."""
+        self.share_steps(0)
+
+    def share_steps(self, steps: int) -> None:
+        """Counts steps in equal shares, so that it does not matter how many environments there were."""
+        self.taken = [self.share_of(index, steps) for index in range(self.config.envs)]
+
+    def share_of(self, index: int, steps: int) -> int:
+        """How many of so many steps are those of one environment."""
+        return len(range(index, steps, self.config.envs))
+
+    @property
+    def steps(self) -> int:
+        """Environment steps taken and stored, of all environments together."""
+        return sum(self.taken)
 
     @property
     def finished(self) -> bool:
         """Whether all updates are made, or the last three evaluations were all good."""
         recent = [mean for _, mean in self.evaluations[-3:]]
         solved = len(recent) == 3 and min(recent) >= self.config.solved_return
-        return solved or self.pace.updates >= self.config.updates
+        return solved or self.updates >= self.config.updates
 
     def parts(self) -> tuple[nn.Module | torch.optim.Optimizer, ...]:
         """What has a state of its own."""
@@ -224,7 +199,7 @@ class Run:
         return {
             "parts": [part.state_dict() for part in self.parts()],
             "exploration": self.agent.rng.bit_generator.state,
-            "counts": (self.pace.steps, self.pace.updates),
+            "counts": (self.steps, self.updates),
             "curves": (self.best_return, self.episodes, self.evaluations),
         }
 
@@ -233,10 +208,8 @@ class Run:
         for part, part_state in zip(self.parts(), state["parts"], strict=True):
             part.load_state_dict(part_state)
         self.agent.rng.bit_generator.state = state["exploration"]
-        steps, self.pace.updates = state["counts"]
-        self.resumed_at = steps
-        # In equal shares, so that it does not matter how many environments there were.
-        self.pace.taken = [len(range(index, steps, self.config.envs)) for index in range(self.config.envs)]
+        self.resumed_at, self.updates = state["counts"]
+        self.share_steps(self.resumed_at)
         self.best_return, episodes, evaluations = state["curves"]
         self.episodes, self.evaluations = list(episodes), list(evaluations)
 
@@ -286,12 +259,13 @@ def multi_step(
 async def collect(run: Run, buffer: ReplayBuffer, index: int) -> None:
     """One environment: acts, stores what happened, starts again when an episode ends."""
     config = run.config
+    share = run.share_of(index, config.steps)
     pending: list[Step] = []
     episode_return = 0.0
     with gym.make(ENV_ID) as env:
         observation, _ = env.reset(seed=config.seed_for(1, index))
-        while await run.pace.claim_step(index):
-            action = run.agent.act(observation, config.epsilon(run.pace.steps))
+        while run.taken[index] + len(pending) < share:
+            action = run.agent.act(observation, config.epsilon(run.steps))
             next_observation, reward, terminated, truncated, _ = env.step(action)
             pending.append((observation, action, float(reward)))
             observation = next_observation
@@ -300,14 +274,17 @@ async def collect(run: Run, buffer: ReplayBuffer, index: int) -> None:
             if ended or len(pending) == config.n_step:
                 # The last steps of an episode have no n_step steps after them: they are stored all at once.
                 starts = len(pending) if ended else 1
+                # Waits here while the environments are ahead of the learner.
                 await buffer.extend(multi_step(pending, starts, observation, terminated, config.gamma))
+                run.taken[index] += starts
                 del pending[:starts]
             if ended:
-                run.episodes.append((run.pace.steps, episode_return))
+                run.episodes.append((run.steps, episode_return))
                 observation, _ = env.reset()
                 episode_return = 0.0
         if pending:  # The run ends amid an episode, as if it were truncated.
             await buffer.extend(multi_step(pending, len(pending), observation, False, config.gamma))
+            run.taken[index] += len(pending)
 
 
 async def assess(run: Run) -> None:
@@ -316,7 +293,7 @@ async def assess(run: Run) -> None:
     # In a thread, because it is long. The learner, which alone changes the network, waits meanwhile.
     returns = await asyncio.to_thread(evaluate, network, config.eval_episodes, config.seed_for(2))
     mean = float(returns.mean())
-    run.evaluations.append((run.pace.steps, mean))
+    run.evaluations.append((run.steps, mean))
     if mean >= run.best_return:
         run.best_return = mean
         run.best.load_state_dict(network.state_dict())
@@ -330,33 +307,38 @@ async def learn(
     show: Callable[[], None],
 ) -> None:
     """Updates the agent batch by batch, and now and then plays greedy episodes to keep the best network."""
-    config, pace = run.config, run.pace
+    config = run.config
     async for batch in buffer if stop is None else stop.iterate(buffer):
         # Before the update, because a run that is resumed may have been finished already.
         if run.finished:
             return
-        await pace.claim_update()
         run.agent.update(batch)
-        if pace.updates % max(1, config.updates // 40) == 0 or run.finished:
+        run.updates += 1
+        if run.updates % max(1, config.updates // 40) == 0 or run.finished:
             await assess(run)
-        if pace.updates % 100 == 0 or run.finished:
+        if run.updates % 100 == 0 or run.finished:
             show()
-        if saver is not None and (pace.updates % config.every == 0 or run.finished):
+        if saver is not None and (run.updates % config.every == 0 or run.finished):
             # Between two updates, so that weights, optimizer and buffer belong together. Written in the background.
-            await saver.save_soon(pace.updates, buffer=buffer, run=run)
+            await saver.save_soon(run.updates, buffer=buffer, run=run)
     if saver is not None:  # a signal came
-        await saver.save(pace.updates, buffer=buffer, run=run)
+        await saver.save(run.updates, buffer=buffer, run=run)
 
 
 def make_buffer(config: Config) -> ReplayBuffer:
-    """The buffer that collectors and learner share."""
+    """The buffer that collectors and learner share. Its limiter keeps both at the same pace."""
+    # One update to so many steps. The environments may be ahead by some steps each, and the batches that are made ready
+    # by as many as there are.
+    ratio = config.batch_size / config.steps_per_update
+    middle = ratio * config.warmup
+    error_buffer = middle - config.batch_size * (config.prefetch + 1), middle + ratio * config.envs * config.n_step
     return ReplayBuffer(
         TensorStorage(config.capacity),
         sampler=RandomSampler(),
         batch_size=config.batch_size,
         prefetch=config.prefetch,
         workers=config.workers,
-        min_size=config.warmup,
+        limiter=SampleToInsertRatio(ratio, config.warmup, error_buffer),
         generator=torch.Generator().manual_seed(config.seed),
     )
 
@@ -365,7 +347,7 @@ async def train(config: Config, progress: Progress) -> Run:
     """Runs the collectors and the learner until the learner is done."""
     torch.manual_seed(config.seed_for(3))  # the initial weights
     agent = Agent(config)
-    run = Run(config, agent, Pace(config), best=copy.deepcopy(agent.target))
+    run = Run(config, agent, best=copy.deepcopy(agent.target))
     buffer = make_buffer(config)
     saver = None if config.checkpoint is None else Checkpointer(config.checkpoint)
     if saver is not None and config.resume and saver.latest() is not None:
@@ -374,10 +356,10 @@ async def train(config: Config, progress: Progress) -> Run:
     bar = progress.add_task("train", total=config.steps, rate=0.0, episode=0.0, queued=0)
 
     def show() -> None:
-        rate = (run.pace.steps - run.resumed_at) / (time.perf_counter() - started)
+        rate = (run.steps - run.resumed_at) / (time.perf_counter() - started)
         episode = float(np.mean([episode for _, episode in run.episodes[-20:]] or [0.0]))
         queued = buffer.stats().queued
-        progress.update(bar, completed=run.pace.steps, rate=rate, episode=episode, queued=queued)
+        progress.update(bar, completed=run.steps, rate=rate, episode=episode, queued=queued)
 
     async with contextlib.AsyncExitStack() as stack:
         stop = None
@@ -448,16 +430,16 @@ def main() -> None:
     ):
         run = runner.run(train(config, progress))
     if run.exit_code:
-        print(f"saved after {run.pace.updates} updates; --resume goes on from there")
+        print(f"saved after {run.updates} updates; --resume goes on from there")
         sys.exit(run.exit_code)
     returns = evaluate(run.best, config.eval_episodes, config.seed_for(4))
     seconds = time.perf_counter() - started
-    rate = (run.pace.steps - run.resumed_at) / seconds
+    rate = (run.steps - run.resumed_at) / seconds
     path = config.output / "cartpole_dqn.png"
     plot(run, path)
     print(
         f"seed {config.seed}: mean return {returns.mean():.1f} over {config.eval_episodes} episodes, "
-        f"{run.pace.steps} steps in {seconds:.1f} s ({rate:.0f} steps/s), curve: {path}"
+        f"{run.steps} steps in {seconds:.1f} s ({rate:.0f} steps/s), curve: {path}"
     )
 
 

@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_table",),
     ("_ingest", "_prefetch"),
     ("checkpoint",),
-    ("protocols", "stream", "_config", "_from_dataset", "_prompt_weights", "prompts"),
+    ("protocols", "stream", "_config", "_from_dataset", "_prompt_weights", "prompts", "shard"),
     ("_assembly",),
     ("lease", "_watch_methods", "_version_methods", "_write_methods"),
     ("buffer",),

@@ -27,7 +27,6 @@ SLEEPS = {
     "helpers.py: jitter": "what a call in a thread takes, from no seed",
     "helpers.py: until": "asks again and again for what has no event, up to a limit",
     "test_event_loop.py: test_four_workers_are_3_5_times_as_fast_as_one": "the work, counted by the second",
-    "virtual_time.py: passed": "time that jumps, on a loop of its own",
     "test_event_loop.py: lags": "the tick of which it measures how late it comes",
     "disk/test_documents.py: _longest_stall": "the same",
     "snapshot/test_among_writers.py: test_a_save_of_500_megabytes_stalls_nobody": "the same",

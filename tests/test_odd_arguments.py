@@ -25,6 +25,7 @@ from asyncbuf import (
     ListStorage,
     MaxAhead,
     MaxBytes,
+    MaxStaleness,
     MaxValueWriter,
     MemmapStorage,
     MinSize,
@@ -41,6 +42,7 @@ from asyncbuf import (
     SampleToInsertRatio,
     SchemaError,
     Snapshot,
+    Staleness,
     StratifiedSampler,
     Subset,
     TableWriter,
@@ -101,6 +103,10 @@ def row(number: int) -> dict[str, torch.Tensor]:
 
 def make(**options: Any) -> ReplayBuffer:
     return ReplayBuffer(TensorStorage(9), **options)
+
+
+def versioned() -> ReplayBuffer:
+    return make(staleness=Staleness(1))
 
 
 def this_task() -> asyncio.Task[Any]:
@@ -166,6 +172,8 @@ CASES: dict[str, Case] = {
     ),
     "ReplayBuffer.reserve.payload": Case(lambda b, p, v: b.reserve(v), [object(), lambda: 0, {1, 2}, int], "payload"),
     "ReplayBuffer.reserve.key": Case(lambda b, p, v: b.reserve(0, key=v), NO_KEY, "key"),
+    "ReplayBuffer.reserve.items": Case(lambda b, p, v: b.reserve(0, items=v), NO_COUNT, "items"),
+    "ReplayBuffer.reserve_group.items": Case(lambda b, p, v: b.reserve_group(0, 2, items=v), NO_COUNT, "items"),
     "ReplayBuffer.reserve_group.payload": Case(
         lambda b, p, v: b.reserve_group(v, 2), [object(), lambda: 0, {1, 2}, int], "payload"
     ),
@@ -215,6 +223,22 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.aclose.timeout": Case(lambda b, p, v: b.aclose(v), NO_TIME, "timeout"),
     "ReplayBuffer.sample.batch_size": Case(
         lambda b, p, v: b.sample(v), [*NO_NUMBER, True, 0, -1, 1.0, NAN, np.int64(3), 10**13], "batch_size"
+    ),
+    "ReplayBuffer.lease.batch_size": Case(
+        lambda b, p, v: b.lease(v).__aenter__(), [*NO_NUMBER, True, 0, -1, 1.0, NAN, np.int64(3)], "batch_size"
+    ),
+    "ReplayBuffer.lease.timeout": Case(lambda b, p, v: b.lease(timeout=v), NO_TIME, "timeout"),
+    "ReplayBuffer.shard.rank": Case(lambda b, p, v: b.shard(v, 2), [*NO_NUMBER, None, True, -1, 2, 1.0], "rank"),
+    "ReplayBuffer.shard.world": Case(lambda b, p, v: b.shard(0, v), NO_COUNT, "world"),
+    "ReplayBuffer.staleness": Case(lambda b, p, v: make(staleness=v), [*NO_NUMBER, 2, Staleness], "staleness"),
+    "ReplayBuffer.extend.version": Case(
+        lambda b, p, v: versioned().extend(rows(2), version=v), [*NO_PRIORITY, 1.0, -1, [0, -1], 2**60], "version"
+    ),
+    "ReplayBuffer.add.version": Case(
+        lambda b, p, v: versioned().add(row(1), version=v), [*NO_PRIORITY, 1.0, -1, [0, 1], 2**60], "version"
+    ),
+    "ReplayBuffer.advance_version.version": Case(
+        lambda b, p, v: versioned().advance_version(v), [*NO_NUMBER, True, -1, 1.0, NAN, 2**60], "version"
     ),
     "ReplayBuffer.extend.items": Case(lambda b, p, v: b.extend(v), [*NO_NUMBER, None, 3, NAN, [{}]], ""),
     "ReplayBuffer.add.item": Case(lambda b, p, v: b.add(v), [*NO_NUMBER, None, 3, [], {}], ""),
@@ -301,6 +325,7 @@ CASES: dict[str, Case] = {
     "ReplayBuffer.unwatch.task": Case(lambda b, p, v: b.unwatch(v), [*NO_NUMBER, None, 3, asyncio.Task], "task"),
     "Queue.size": Case(lambda b, p, v: Queue(v), NO_COUNT, "size"),
     "MaxBytes.limit": Case(lambda b, p, v: MaxBytes(v), NO_COUNT, "limit"),
+    "MaxStaleness.max_age": Case(lambda b, p, v: MaxStaleness(v), [*NO_NUMBER, None, True, -1, 1.0], "max_age"),
     "MaxAhead.batches": Case(lambda b, p, v: MaxAhead(v), NO_COUNT, "batches"),
     "SampleToInsertRatio.samples_per_insert": Case(
         lambda b, p, v: SampleToInsertRatio(v, 1, 9.0), [*NO_NUMBER, None, True, 0, -1.0, NAN, 1j], "samples_per_insert"

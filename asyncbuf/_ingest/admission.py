@@ -23,13 +23,15 @@ class Grant:
     Args:
         items: how many.
         nbytes: bytes of each.
+        is_reserved: whether the items are still to be made.
     """
 
-    __slots__ = ("items", "nbytes")
+    __slots__ = ("is_reserved", "items", "nbytes")
 
-    def __init__(self, items: int, nbytes: int) -> None:
+    def __init__(self, items: int, nbytes: int, *, is_reserved: bool = False) -> None:
         self.items = items
         self.nbytes = nbytes
+        self.is_reserved = is_reserved
 
 
 class _Writer:
@@ -38,6 +40,8 @@ class _Writer:
     Attributes:
         items: how many it wants to write.
         nbytes: bytes of each.
+        is_reserved: whether they are still to be made.
+        before: a grant for the same items, which holds again if this call is not admitted.
         task: the task that waits.
         wake: resolved when it was admitted, or will not be.
         grant: what it was admitted with.
@@ -45,11 +49,13 @@ class _Writer:
             frames that hold the future.
     """
 
-    __slots__ = ("error", "grant", "items", "nbytes", "task", "wake")
+    __slots__ = ("before", "error", "grant", "is_reserved", "items", "nbytes", "task", "wake")
 
-    def __init__(self, items: int, nbytes: int) -> None:
+    def __init__(self, items: int, nbytes: int, *, is_reserved: bool) -> None:
         self.items = items
         self.nbytes = nbytes
+        self.is_reserved = is_reserved
+        self.before: Grant | None = None
         self.task = asyncio.current_task()
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.grant: Grant | None = None
@@ -102,6 +108,14 @@ class Admission:
         """Number of writers that are held back."""
         return len(self._waiting)
 
+    def admit_now(self, items: int, nbytes: int = 0) -> Grant | None:
+        """As ``admit``, without waiting; None if the call has to wait.
+
+        Raises:
+            Exception: the limiter says that they never can be written.
+        """
+        return self._granted(items, nbytes) if self._may_write(items, nbytes) and not self._waiting else None
+
     async def admit(self, items: int, nbytes: int = 0) -> Grant:
         """Wait until so many items, of so many bytes each, may be written. The caller writes them, or gives them back.
 
@@ -114,8 +128,63 @@ class Admission:
         # Asked even if others wait: what can never be written is refused at once.
         if self._may_write(items, nbytes) and not self._waiting:
             return self._granted(items, nbytes)
-        with self._guard.waiting("extend() or add", why="the limiter may hold it back until that batch is handed over"):
-            writer = await self._waited(items, nbytes)
+        return await self._admitted(_Writer(items, nbytes, is_reserved=False), "extend() or add")
+
+    # -- room for what is still to be made ----------------------------------------------------------------------------
+
+    def check(self, items: int) -> None:
+        """Refuse so many items if there is never room for them.
+
+        Raises:
+            ValueError: the limiter says so.
+        """
+        self._may_write(items, self._limits.typical_nbytes(self._table.rows))
+
+    async def admit_reserved(self, items: int) -> Grant:
+        """As ``admit``, for items that are still to be made: each counts with the mean bytes of a stored one."""
+        nbytes = self._limits.typical_nbytes(self._table.rows)
+        if self._may_write(items, nbytes) and not self._waiting:
+            return self._granted(items, nbytes, is_reserved=True)
+        return await self._admitted(_Writer(items, nbytes, is_reserved=True), "reserve")
+
+    async def settle(self, grant: Grant, items: int, nbytes: int) -> None:
+        """Wait until what was admitted may be written with the bytes that it turned out to have: first in line.
+
+        A call that is cancelled or refused leaves the grant as it was.
+
+        Raises:
+            Exception: as of ``admit``.
+        """
+        if nbytes == grant.nbytes or not self.end(grant):
+            return
+        try:
+            fits = self._may_write(items, nbytes)
+        except BaseException:
+            self._hold(grant)
+            raise
+        if not fits:
+            writer = _Writer(items, nbytes, is_reserved=True)
+            writer.before = grant
+            try:
+                self.end(await self._admitted(writer, "commit", is_first=True))
+            except BaseException:
+                self._keep(writer)
+                raise
+        grant.items, grant.nbytes = items, nbytes
+        self._hold(grant)
+
+    def shrink(self, grant: Grant, items: int) -> None:
+        """Give back a part of a grant; does nothing if it has ended."""
+        if items and self.end(grant):
+            grant.items -= items
+            self._hold(grant)
+            self.changed()
+
+    # -- those that wait ----------------------------------------------------------------------------------------------
+
+    async def _admitted(self, writer: _Writer, call: str, *, is_first: bool = False) -> Grant:
+        with self._guard.waiting(call, why="the limiter may hold it back until that batch is handed over"):
+            await self._waited(writer, is_first=is_first)
         if writer.grant is not None:
             return writer.grant
         assert writer.error is not None
@@ -125,9 +194,10 @@ class Admission:
         finally:
             del error  # it holds this frame, which must not hold it in turn
 
-    async def _waited(self, items: int, nbytes: int) -> _Writer:
-        writer = _Writer(items, nbytes)
+    async def _waited(self, writer: _Writer, *, is_first: bool) -> None:
         self._waiting[writer] = None
+        if is_first:
+            self._waiting.move_to_end(writer, last=False)
         self._stalls.writer_waits(self)
         try:
             await writer.wake
@@ -136,20 +206,29 @@ class Admission:
             raise
         finally:
             self._stalls.waited()
-        return writer
 
     def _may_write(self, items: int, nbytes: int) -> bool:
         return bool(self._limits.may_write(self._table.rows, items, nbytes))
 
-    def _granted(self, items: int, nbytes: int) -> Grant:
-        grant = Grant(items, nbytes)
-        self._grants.add(grant)
-        self._limits.admitted += items
-        self._limits.admitted_nbytes += items * nbytes
+    def _granted(self, items: int, nbytes: int, *, is_reserved: bool = False) -> Grant:
+        grant = Grant(items, nbytes, is_reserved=is_reserved)
+        self._hold(grant)
         return grant
+
+    def _hold(self, grant: Grant) -> None:
+        self._grants.add(grant)
+        self._limits.admitted += grant.items
+        self._limits.admitted_nbytes += grant.items * grant.nbytes
+
+    def _keep(self, writer: _Writer) -> None:
+        """A call is not admitted: what it had before holds again, ahead of those that wait."""
+        before, writer.before = writer.before, None
+        if before is not None:
+            self._hold(before)
 
     def _leave(self, writer: _Writer) -> None:
         """A call was cancelled, perhaps in the very step in which it was admitted."""
+        self._keep(writer)
         if writer in self._waiting:
             del self._waiting[writer]
             self.changed()  # the one behind it may want less
@@ -160,6 +239,8 @@ class Admission:
         """End a grant whose items were not written; does nothing if it has ended."""
         if self.end(grant):
             self.changed()
+            if self._waiting and grant.is_reserved:  # work has ended that the others may have waited for
+                self._stalls.look_soon()
 
     def wrote(self, grant: Grant, placement: Placement) -> None:
         """End a grant, whose items are in the table now."""
@@ -181,27 +262,32 @@ class Admission:
             writer = next(iter(self._waiting))
             if writer.wake.done():
                 del self._waiting[writer]  # cancelled: it has not been told yet
+                self._keep(writer)
                 continue
             try:
                 if not self._may_write(writer.items, writer.nbytes):
                     return
             except BaseException as error:
                 del self._waiting[writer]
+                self._keep(writer)
                 writer.refuse(detached(as_failure(error)))
                 if not isinstance(error, FAILURES):
                     raise
             else:
                 del self._waiting[writer]
-                writer.admit(self._granted(writer.items, writer.nbytes))
+                writer.admit(self._granted(writer.items, writer.nbytes, is_reserved=writer.is_reserved))
 
     def refuse(self, error: Callable[[], Exception]) -> None:
         """Tell everybody that waits that it will not be admitted."""
         waiting, self._waiting = self._waiting, OrderedDict()
         for writer in waiting:
+            self._keep(writer)
             writer.refuse(error())
 
     def forget(self) -> None:
         """The event loop of those that waited or wrote was closed: none of them goes on."""
+        for writer in self._waiting:
+            writer.before = None
         self._waiting.clear()
         self._grants.clear()
         self._limits.admitted = self._limits.admitted_nbytes = 0
@@ -213,4 +299,9 @@ class Admission:
         first = next(iter(self._waiting))
         answer = self._limits.may_write(self._table.rows, first.items, first.nbytes)
         reason = "its turn has come" if answer is True else answer.reason
-        return [f"{len(self._waiting)} writer(s) wait for the limiter, the first with {first.items} item(s): {reason}"]
+        which = "the first, a reservation," if first.is_reserved else "the first"
+        found = [f"{len(self._waiting)} writer(s) wait for the limiter, {which} with {first.items} item(s): {reason}"]
+        reserved = [grant.items for grant in self._grants if grant.is_reserved]
+        if reserved:
+            found.append(f"{len(reserved)} reservation(s) or group(s) at work hold room for {sum(reserved)} item(s)")
+        return found

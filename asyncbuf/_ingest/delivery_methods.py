@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _MOST_MEMBERS = 1_000_000
+_MOST_ITEMS = 2**40
 
 
 class DeliveryMethods:
@@ -55,22 +56,26 @@ class DeliveryMethods:
 
     # -- work that takes long -----------------------------------------------------------------------------------------
 
-    def reserve(self, payload: Any, *, key: Key | None = None) -> Slot:
+    def reserve(self, payload: Any, *, key: Key | None = None, items: int | None = None) -> Slot:
         """Reserve a place for items that take long to make: ``async with buffer.reserve(prompt) as slot:``.
 
         Args:
             payload: what the items are made from. It is copied in this call.
             key: what the write of the items will be known by, as in ``extend``.
+            items: how many items it will have at most. Then its block begins once the limiter lets so many be written,
+                in the order of all writers, and until its end they count as about to be written. So work is held back
+                before it is done, and not after it. None if the write itself waits.
 
         Returns:
             The slot. The reservation is made when its block begins.
 
         Raises:
             CheckpointError: the payload holds something that cannot be saved.
-            TypeError, ValueError: the key is none.
+            TypeError, ValueError: the key is none, or ``items`` is no number.
         """
         key = None if key is None else checked_key(key)
-        return Slot(self._desk(), Made.of(key, payload))
+        most = 0 if items is None else count(items, "items", 1, most=_MOST_ITEMS, example=8)
+        return Slot(self._desk(), Made.of(key, payload), most=most)
 
     async def reserve_group(
         self,
@@ -80,6 +85,7 @@ class DeliveryMethods:
         key: Key | None = None,
         least: int | None = None,
         deadline: float | None = None,
+        items: int | None = None,
     ) -> list[Slot]:
         """Reserve places for a group, whose items become visible together, in one write.
 
@@ -95,6 +101,9 @@ class DeliveryMethods:
             least: how many members must have items; None for all of them.
             deadline: seconds from the first block on, or from the first one after a restore. Then the blocks of members
                 that have not committed end quietly, and those that nobody works on are left out when another one ends.
+            items: how many items each member will have at most. Then this call waits until the limiter lets all of
+                them be written, as the block of ``reserve`` does; after a restore, the first block does. If the wait is
+                cancelled, all members are unfinished.
 
         Returns:
             The members. All of them are reserved now.
@@ -108,11 +117,14 @@ class DeliveryMethods:
         size = count(size, "size", 1, most=_MOST_MEMBERS, example=8)
         least = size if least is None else count(least, "least", 1, most=size, example=size)
         deadline = seconds(deadline, "deadline", is_positive=True)
+        most = 0 if items is None else count(items, "items", 1, most=_MOST_ITEMS, example=8)
         made = Made.of(key, payload)
         await self._turn()
         self._writes.check_writable()
-        members = self._table.reservations.make_group(made.plain, size, least, deadline, key)
         desk = self._desk()
+        desk.rooms.check(size * most)
+        members = self._table.reservations.make_group(made.plain, size, least, deadline, key, most)
+        await desk.begin_group(members)
         return [Slot(desk, made, reserved) for reserved in members]
 
     def unfinished(self) -> list[Slot]:

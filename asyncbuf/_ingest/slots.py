@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from asyncbuf._ingest.claims import DuplicateError
+from asyncbuf._ingest.room import Room, Rooms
 from asyncbuf._plain.blobs import from_bytes, to_bytes
 from asyncbuf._plain.tree import flatten, unflatten
 from asyncbuf._table.deliveries import is_key
@@ -35,6 +37,9 @@ class Desk:
         writes: the way of an item.
         prepare: of the buffer's storage.
         turn: what each call awaits first.
+
+    Attributes:
+        rooms: takes room for items that are still to be made.
     """
 
     def __init__(
@@ -52,10 +57,38 @@ class Desk:
         self.writes = writes
         self.prepare = prepare
         self.turn = turn
+        self.rooms = Rooms(writes.admission, reservations, writes.check_writable)
 
-    async def write(self, claim: _Claim, items: Any, priority: Any = None, table: Any = None) -> bool:
-        """Write the items of reservations, which end in the same step."""
-        return await self.writes.write_once(claim, self.prepare, items, priority, table)
+    async def write(
+        self,
+        claim: _Claim,
+        items: Any,
+        most: int,
+        room: Room | None,
+        priority: Any = None,
+        table: Any = None,
+        version: Any = None,
+    ) -> bool:
+        """Write the items of reservations, which end in the same step: at most so many, where there is a number."""
+        return await self.writes.write_once(claim, self.at_most(most), items, priority, table, version, room)
+
+    async def begin_group(self, members: list[Reserved]) -> None:
+        """Wait until there is room for the items of a new group. If there is none, its members are unfinished."""
+        first = members[0]
+        if not first.most:
+            return
+        try:
+            await self.rooms.take(first)
+            check_open(self.reservations, first)
+        except BaseException:
+            for member in members:
+                member.is_given_out = False
+            self.rooms.leave(first)
+            raise
+
+    def at_most(self, most: int) -> Callable[[Any], Any]:
+        """The same as ``prepare``, which refuses more items than there is room for."""
+        return functools.partial(_at_most, self.prepare, most) if most else self.prepare
 
 
 class _Claim:
@@ -109,6 +142,16 @@ _CAUSES = {Status.FAILED: "failed", Status.LATE: "late"}
 
 def _together(reserved: Reserved) -> Sequence[Reserved]:
     return (reserved,) if reserved.group is None else reserved.group.members
+
+
+def _at_most(prepare: Callable[[Any], Any], most: int, items: Any) -> Any:
+    prepared = prepare(items)
+    if prepared.count > most:
+        raise ValueError(
+            f"commit: expected at most {most} items, as many as were reserved, found {prepared.count}. The reservation "
+            "stays open: commit fewer, or reserve with more items"
+        )
+    return prepared
 
 
 def check_open(reservations: Reservations, reserved: Reserved) -> None:
@@ -172,10 +215,14 @@ class Slot:
 
     A slot of a group ends its block early, and quietly, if the deadline of the group is over, or too many of its
     members have failed.
+
+    With ``items=n`` the block waits at its beginning, before any work is done, until the limiter has room for so many
+    items. If that wait is cancelled, the reservation is unfinished like one whose work was.
     """
 
-    def __init__(self, desk: Desk, made: Made | None, reserved: Reserved | None = None) -> None:
+    def __init__(self, desk: Desk, made: Made | None, reserved: Reserved | None = None, most: int = 0) -> None:
         self._desk = desk
+        self._most = most if reserved is None else reserved.most
         self._made = made
         self._reserved = reserved
         self._partial: Any = None
@@ -216,6 +263,11 @@ class Slot:
         """Its place in its group, from 0; None if it stands alone."""
         reserved = self._reserved
         return None if reserved is None or reserved.group is None else reserved.number - reserved.group.number
+
+    @property
+    def items(self) -> int | None:
+        """How many items it has room for; None if that was not said."""
+        return self._most or None
 
     @property
     def is_open(self) -> bool:
@@ -259,23 +311,43 @@ class Slot:
     # -- the block ----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Begin to work on it.
+        """Begin to work on it, once there is room for its items.
 
         Raises:
             ReservationError: it has ended, or somebody works on it.
+            ValueError: the limiter never has room for so many items.
+            BufferClosedError, BufferFailedError: as of ``buffer.extend``.
         """
         await self._desk.turn()
         self._desk.writes.check_writable()
         reserved = self._reserved
         if reserved is None:
-            reserved = self._reserved = self._desk.reservations.make(self._known().plain)
+            self._desk.rooms.check(self._most)
+            reserved = self._reserved = self._desk.reservations.make(self._known().plain, most=self._most)
         if reserved.is_at_work:
             raise ReservationError(f"reservation {self.number}: expected one that nobody works on, found one at work")
         check_open(self._desk.reservations, reserved)
         reserved.is_given_out = reserved.is_at_work = True
+        try:
+            await self._begin(reserved)
+        except BaseException:
+            self._put_down(reserved)
+            raise
+        return self
+
+    async def _begin(self, reserved: Reserved) -> None:
+        if reserved.most:
+            await self._desk.rooms.take(reserved)
+            check_open(self._desk.reservations, reserved)  # it may have ended meanwhile
         if reserved.group is not None:
             await self._begin_member(reserved, reserved.group)
-        return self
+
+    def _put_down(self, reserved: Reserved) -> None:
+        """Nobody works on it any more."""
+        reserved.is_given_out = reserved.is_at_work = False
+        if reserved.group is not None:
+            reserved.group.at_work.pop(reserved, None)
+        self._desk.rooms.leave(reserved)
 
     async def _begin_member(self, reserved: Reserved, group: Group) -> None:
         if group.when is None and group.deadline is not None:
@@ -302,9 +374,7 @@ class Slot:
         try:
             await self._end(reserved, error, is_late=is_late)
         finally:
-            reserved.is_given_out = reserved.is_at_work = False
-            if reserved.group is not None:
-                reserved.group.at_work.pop(reserved, None)
+            self._put_down(reserved)
         return is_late
 
     async def _end(self, reserved: Reserved, error: BaseException | None, *, is_late: bool) -> None:
@@ -319,7 +389,7 @@ class Slot:
 
     # -- the items ----------------------------------------------------------------------------------------------------
 
-    async def commit(self, items: Any, *, priority: Any = None, table: str | None = None) -> bool:
+    async def commit(self, items: Any, *, priority: Any = None, table: str | None = None, version: Any = None) -> bool:
         """Write the items, and end the reservation, in one step of the history.
 
         The items of a member of a group are copied, and become visible when every member has ended, in the order of the
@@ -329,25 +399,41 @@ class Slot:
             items: as of ``buffer.extend``.
             priority: as of ``buffer.extend``; not for a member of a group.
             table: as of ``buffer.extend``; not for a member of a group.
+            version: as of ``buffer.extend``; not for a member of a group, whose items have it in the field
+                ``version_key``.
 
         Returns:
-            Whether they were taken. False if the key was written before, by somebody else: the reservation has ended.
+            Whether they were taken. False if the key was written before, by somebody else, or if all of them are too
+            old: the reservation has ended.
 
         Raises:
             ReservationError: the reservation has ended: it was given up, or is from before a restore.
             SchemaError: the items do not fit; the reservation stays open. Of ``items`` that fail otherwise, too.
+            ValueError: they are more than were reserved, likewise.
             BufferClosedError, BufferFailedError: as of ``buffer.extend``. The reservation stays open.
         """
         await self._desk.turn()
         reserved = self._checked()
-        if reserved.group is None:
-            ending = (reserved, Status.HELD)
-            return await self._desk.write(_Claim(self._desk, reserved, self.key, ending), items, priority, table)
-        if priority is not None or table is not None:
-            raise ValueError("commit: expected neither priority nor table for a member of a group, found one")
+        try:
+            if reserved.group is not None:
+                if priority is not None or table is not None or version is not None:
+                    raise ValueError(
+                        "commit: expected neither priority nor table nor version for a member of a group, found one"
+                    )
+                return await self._commit_member(reserved, reserved.group, items)
+            claim = _Claim(self._desk, reserved, self.key, (reserved, Status.HELD))
+            return await self._desk.write(claim, items, reserved.most, _room_of(reserved), priority, table, version)
+        finally:
+            if not self._is_unended(reserved):
+                self._desk.rooms.leave(reserved)
+
+    async def _commit_member(self, reserved: Reserved, group: Group, items: Any) -> bool:
         self._desk.writes.check_writable()
-        self._desk.prepare(items)  # what is wrong is said at once
-        return await self._hold(reserved, reserved.group, items)
+        prepared = self._desk.at_most(reserved.most)(items)  # what is wrong is said at once
+        is_taken = await self._hold(reserved, group, items)
+        if group.room is not None:
+            group.room.shrink(reserved.most - prepared.count)
+        return is_taken
 
     async def _hold(self, reserved: Reserved, group: Group, items: Any) -> bool:
         content = to_bytes(items, f"reservation {reserved.number}, items")
@@ -372,6 +458,8 @@ class Slot:
             await self._write_group(reserved, group, status, b"")
         else:
             reserved.status = status
+            if group.room is not None:
+                group.room.shrink(reserved.most)
 
     def _give_up(self, group: Group) -> None:
         """Too few members of a group can have items."""
@@ -386,7 +474,8 @@ class Slot:
         if content:
             parts.insert(sum(m.status is Status.HELD for m in group.members[: reserved.number - group.number]), content)
         items = joined([from_bytes(part, f"group {group.number}") for part in parts])
-        return await self._desk.write(_Claim(self._desk, reserved, group.key, (reserved, status)), items)
+        claim = _Claim(self._desk, reserved, group.key, (reserved, status))
+        return await self._desk.write(claim, items, 0, _room_of(reserved))
 
     def _stop(self) -> None:
         """End the work, since its group is given up."""
@@ -397,6 +486,10 @@ class Slot:
         """Its number, and whether it is open."""
         state = "at work" if self._reserved is not None and self._reserved.is_at_work else "not at work"
         return f"<Slot {self.number}, {state}>"
+
+
+def _room_of(reserved: Reserved) -> Any:
+    return reserved.room if reserved.group is None else reserved.group.room
 
 
 def _now() -> float:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from asyncbuf._ingest.admission import Admission, Grant
     from asyncbuf._ingest.claims import Claim
     from asyncbuf._ingest.last_writer import LastWriter
+    from asyncbuf._ingest.room import Room
     from asyncbuf._runtime.lifecycle import Lifecycle
     from asyncbuf._runtime.threads import Threads
     from asyncbuf._table.gate import HistoryGate
@@ -68,6 +69,7 @@ class WritePath:
         last_writer: is told who writes.
 
     Attributes:
+        admission: the same.
         last_writer: the task that wrote last.
     """
 
@@ -86,7 +88,7 @@ class WritePath:
         self._storage = table.storage_calls
         self._gate = gate
         self._threads = threads
-        self._admission = admission
+        self.admission = admission
         self._life = life
         self._draws = draws
         self._fail = fail
@@ -106,6 +108,7 @@ class WritePath:
         written: Callable[[], None] | None = None,
         version: Any = None,
         begin: Callable[[], None] | None = None,
+        room: Room | None = None,
     ) -> Placement:
         """Write items: all of them or, with an error, none.
 
@@ -118,6 +121,7 @@ class WritePath:
             version: the versions of the model that made the items: ints ``[items]``, or one for all; None if none was
                 said.
             begin: called in the turn of the write, before anything changes; an error of it refuses the write.
+            room: what was admitted for the items; None if nothing was.
 
         Returns:
             Where they went; with ``REFUSED`` as its note, nowhere, because all of them are too old.
@@ -132,9 +136,14 @@ class WritePath:
             prepare = functools.partial(_prepared, prepare, priority, version, more)
         self.last_writer.note()
         prepared = prepare(items)
-        if self._admission is not None:
-            return await self._write_admitted(self._admission, prepared, prepare, items, begin)
-        if self._is_small(prepared) and self._gate.is_free_for_writes:
+        if room is not None:
+            return await self._write_reserved(room, prepared, prepare, items, begin)
+        is_quick = self._is_small(prepared) and self._gate.is_free_for_writes
+        if self.admission is not None:
+            if is_quick and (placement := self._write_now(self.admission, prepared, begin)) is not None:
+                return placement
+            return await self._write_admitted(self.admission, prepared, prepare, items, begin)
+        if is_quick:
             if begin is not None:
                 return self._gate.run_now(self._write_begun, prepared, None, begin)
             return self._gate.run_now(self._write_here, prepared)
@@ -148,6 +157,7 @@ class WritePath:
         priority: Any = None,
         table: Any = None,
         version: Any = None,
+        room: Room | None = None,
     ) -> bool:
         """Write items, unless they were written before; otherwise as ``write``.
 
@@ -158,6 +168,7 @@ class WritePath:
             priority: as in ``write``.
             table: as in ``write``.
             version: as in ``write``.
+            room: as in ``write``.
 
         Returns:
             Whether they were written now.
@@ -168,7 +179,7 @@ class WritePath:
                 self.check_writable()
                 await self._gate.apply(claim.begin, exclusive=True)
             placement = await self.write(
-                prepare, items, priority, table, written=claim.written, version=version, begin=claim.begin
+                prepare, items, priority, table, written=claim.written, version=version, begin=claim.begin, room=room
             )
         except DuplicateError:
             return False
@@ -179,6 +190,18 @@ class WritePath:
 
     def _is_small(self, prepared: Prepared) -> bool:
         return prepared.nbytes <= INLINE_BYTES and prepared.count <= self._most_at_once
+
+    def _write_now(
+        self, admission: Admission, prepared: Prepared, begin: Callable[[], None] | None
+    ) -> Placement | None:
+        """Write in this step, if the limiter lets it through; otherwise None."""
+        grant = admission.admit_now(prepared.count, self._table.limits.weigh(prepared))
+        if grant is None:
+            return None
+        try:
+            return self._gate.run_now(self._write_begun, prepared, grant, begin)
+        finally:
+            admission.give_back(grant)
 
     async def _write_admitted(
         self,
@@ -193,6 +216,13 @@ class WritePath:
             return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:
             admission.give_back(grant)
+
+    async def _write_reserved(
+        self, room: Room, prepared: Prepared, prepare: Prepare, items: Any, begin: Callable[[], None] | None
+    ) -> Placement:
+        """As ``_write_admitted``, with what was admitted before; an error leaves that as it is."""
+        await room.settle(prepared.count, self._table.limits.weigh(prepared))
+        return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, room.grant, begin)
 
     async def _write_in_turn(
         self,
@@ -215,10 +245,14 @@ class WritePath:
     def _write_here(self, prepared: Prepared, grant: Grant | None = None) -> Placement:
         if self._asks_others:
             placement = shielded(self._write_rows, prepared, grant)
+        elif self._versions is not None and self._versions.refuses(prepared):
+            return Placement(prepared.count, (), REFUSED)
         else:  # the same without what only others need: this is worth a tenth of the time of a small write
             placement = self._table.place(prepared.count)
             self._storage.write(prepared, placement.runs)
             self._table.commit(placement)
+            if self._versions is not None:
+                placement = self._versions.noted(placement)
             if grant is not None:
                 self._end(grant, placement)
         if prepared.written is not None and placement.note is not REFUSED:
@@ -232,7 +266,7 @@ class WritePath:
         placement, event = self._place(prepared)
         self._storage.write(prepared, placement.runs)
         self._commit(placement, event, grant)
-        return placement if self._versions is None else self._versions.still_there(placement)
+        return placement if self._versions is None else self._versions.noted(placement)
 
     def _place(self, prepared: Prepared) -> tuple[Placement, WriteEvent | None]:
         placement = self._table.place_items(prepared)
@@ -250,10 +284,10 @@ class WritePath:
             async with self._gate.turn(exclusive=True):
                 prepared = self._confirmed(prepared, prepare, items)
                 cancelled = None
-                if self._versions is not None and shielded(self._versions.refuses, prepared):
-                    return Placement(prepared.count, (), REFUSED)
                 if begin is not None:
                     begin()
+                if self._versions is not None and shielded(self._versions.refuses, prepared):
+                    return Placement(prepared.count, (), REFUSED)
                 placement, event = shielded(self._place, prepared)
                 copied = self._threads.copy(self._storage.write, prepared, placement.runs)
                 cancelled = await finish(copied)
@@ -265,7 +299,7 @@ class WritePath:
                         prepared.written()
                     raise
                 if self._versions is not None:
-                    placement = self._versions.still_there(placement)
+                    placement = self._versions.noted(placement)
                 if prepared.written is not None:
                     prepared.written()
                 self._draws.table_changed()
@@ -328,8 +362,8 @@ class WritePath:
 
     def _end(self, grant: Grant | None, placement: Placement) -> None:
         """The items are in the table: they do not count as admitted any more."""
-        if grant is not None and self._admission is not None:
-            self._admission.wrote(grant, placement)
+        if grant is not None and self.admission is not None:
+            self.admission.wrote(grant, placement)
 
     def _broken(self, error: BaseException, what: str) -> NoReturn:
         """A part has raised where it must not: its state does not go with the rows any more."""

@@ -246,6 +246,8 @@ class Drawer:
         if dropped:  # ahead of the items: what they give back to the sampler may be too old itself
             self._dropped(dropped, STALE)
         self._table.evict_stale()
+        for entry in self._queues.entries:
+            entry.say_again(self._table.told_again(entry.ticket.draw))
 
     def drop_returned(self, entry: Entry) -> None:
         """Drop a ticket that came back from a consumer and is too old by now."""

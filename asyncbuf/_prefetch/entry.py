@@ -6,11 +6,12 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf.batch import Batch, Ticket, batch_of
+from asyncbuf.batch import Batch, Ticket, batch_of, say_again
 from asyncbuf.errors import PrefetchError
 
 if TYPE_CHECKING:
     from asyncbuf._prefetch.transforms import Partial
+    from asyncbuf.batch import Draw
 
 
 class Stage(enum.Enum):
@@ -91,6 +92,14 @@ class Entry:
         self.stage = Stage.READY
         if self.loans:
             self._withhold()
+
+    def say_again(self, draw: Draw) -> None:
+        """What the sampler says of the rows is other than at the draw."""
+        if draw is self.ticket.draw:
+            return
+        self.ticket = self.ticket._replace(draw=draw)
+        if (batch := self.batch or self.lent) is not None:
+            say_again(batch, draw)
 
     def lend(self, loan: Loan) -> None:
         """A snapshot shares its tensors from now on: nobody gets the batch before they are copied."""

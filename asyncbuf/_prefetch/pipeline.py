@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from asyncbuf._prefetch.entry import Stage
 from asyncbuf._prefetch.queue import TicketQueue, Waiter
-from asyncbuf.batch import say_age
 from asyncbuf.errors import BufferClosedError
 
 if TYPE_CHECKING:
@@ -109,8 +108,6 @@ class Pipeline:
         batch = self._drawer.draw_batch(queue)
         if batch is None:
             return None
-        if self._table.version is not None:
-            say_age(batch, self._table.version)
         if leased:
             self._leases.begin(self._drawer.entry_of(batch, is_prefetched=queue is self.main_queue), queue)
         else:
@@ -128,8 +125,6 @@ class Pipeline:
         assert batch is not None
         if cursor is not None:
             cursor.number, cursor.begun = batch.epoch, True
-        if self._table.version is not None:
-            say_age(batch, self._table.version)
         if self._chain.handed_over is not None:
             self._chain.handed_over(batch.data)
         if leased:
@@ -146,6 +141,10 @@ class Pipeline:
         if self._table.listens_to_hand_over:
             self._gate.submit(functools.partial(self._handed_over, ticket), exclusive=True)
 
+    def is_leased(self, batch: Batch) -> bool:
+        """Whether a consumer has it on lease, and no other state was put in place."""
+        return self._leases.entry(batch) is not None
+
     def end_lease(self, batch: Batch, *, is_done: bool) -> None:
         """A consumer is done with a batch that it had on lease, or gives it back: it is then first in line.
 
@@ -160,7 +159,10 @@ class Pipeline:
                     self._queues.notify_all()
         elif (entry := self._leases.entry(batch)) is not None and self._table.is_too_old(entry.ticket.draw):
             self._gate.submit(functools.partial(self._drop, batch))
-        elif (queue := self._leases.give_back(batch)) is not None:
+        elif entry is not None:
+            entry.say_again(self._table.told_again(entry.ticket.draw))
+            queue = self._leases.give_back(batch)
+            assert queue is not None
             queue.notify()
 
     def _drop(self, batch: Batch) -> None:

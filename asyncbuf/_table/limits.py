@@ -10,6 +10,7 @@ import torch
 from asyncbuf._plain.state import fields, int64s, same
 from asyncbuf._runtime.shield import shielded
 from asyncbuf._table.row_notes import RowBytes, UnreadRows
+from asyncbuf._table.tally import Tally
 from asyncbuf.errors import CheckpointCorruptError
 from asyncbuf.rows import Counters
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from asyncbuf.sampler import Sampler
     from asyncbuf.storage import Prepared, Storage
     from asyncbuf.writer import Writer
+
+_NUMBERS = ("ahead", "settled", "batch_size")
 
 
 class Limits:
@@ -37,7 +40,9 @@ class Limits:
         drawn_items: number of rows ever drawn, all tickets together.
         admitted: number of items that were admitted and are not written yet. Belongs to calls that wait: not saved.
         admitted_nbytes: bytes of these, if the limiter counts them.
+        tally: counts what leaves. That of the table.
         version: the version of the model that makes items now; 0 if nobody counts versions. Not saved here.
+        settled: number of items that count as trained on before the limiter was in force, if it counts versions.
         ahead: how many more items were written than rows drawn, as ``Counters.unread`` counts; if the limiter wants to
             know, and the sampler does not say.
         unread: the rows without a draw, if the limiter wants to know.
@@ -48,7 +53,8 @@ class Limits:
     ) -> None:
         self.limiter = limiter
         self.drawn = self.drawn_items = self.admitted = self.admitted_nbytes = 0
-        self.version = 0
+        self.tally = Tally()
+        self.version = self.settled = 0
         self._storage = storage
         self._writer = writer
         self._sampler = sampler
@@ -58,7 +64,7 @@ class Limits:
         self._bytes = RowBytes(storage.capacity) if limiter.counts_bytes else None
         self.unread = UnreadRows(storage.capacity) if limiter.counts_overwrites else None
         # What a checkpoint says nothing of, because another limiter was in force: found out once the rows are there.
-        self._lacks_bytes = self._lacks_unread = self._lacks_ahead = False
+        self._lacks_bytes = self._lacks_unread = self._lacks_ahead = self._lacks_settled = False
 
     @property
     def notes_rows(self) -> bool:
@@ -85,9 +91,12 @@ class Limits:
             ValueError: they never can.
         """
         counters = self._counters(rows, items * nbytes, self._overwrites(items, rows.capacity))
+        if self.limiter.trusted:
+            return self.limiter.may_write(counters, items)
         return shielded(self.limiter.may_write, counters, items)
 
     def _counters(self, rows: Rows, offered_nbytes: int = 0, overwrites: int = 0) -> Counters:
+        counts_versions = self.limiter.needs_versions
         return Counters(
             rows.size,
             rows.capacity,
@@ -101,6 +110,8 @@ class Limits:
             self.admitted_nbytes,
             offered_nbytes,
             overwrites,
+            self.version if counts_versions else 0,
+            self.tally.given_up + self.settled if counts_versions else 0,
         )
 
     def _unread(self, rows: Rows) -> int:
@@ -130,6 +141,10 @@ class Limits:
         if self._bytes is None:
             return 0
         return -(-int(shielded(self._storage.weigh, prepared)) // prepared.count)
+
+    def typical_nbytes(self, rows: Rows) -> int:
+        """Bytes of a stored item, on average; 0 if nobody counts them, or none is stored."""
+        return -(-self._nbytes(rows) // rows.size) if self._bytes is not None and rows.size else 0
 
     def drew(self, rows: Int64Array, size: int) -> None:
         """Rows were drawn, while so many items are stored."""
@@ -179,6 +194,8 @@ class Limits:
             state["unread"] = torch.from_numpy(self.unread.rows())
         if self._counts_ahead:
             state["ahead"] = self.ahead
+        if self.limiter.needs_versions:
+            state["settled"], state["batch_size"] = self.settled, self._batch_size
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,8 +207,7 @@ class Limits:
         kinds: dict[str, type] = dict(kind=str, drawn=int, drawn_items=int, state=dict)
         noted = ("nbytes", "unread")
         kinds |= {name: torch.Tensor for name in noted if isinstance(state, dict) and name in state}
-        if isinstance(state, dict) and "ahead" in state:
-            kinds["ahead"] = int
+        kinds |= {name: int for name in _NUMBERS if isinstance(state, dict) and name in state}
         kind, drawn, drawn_items, saved, *_ = fields(state, "limiter", **kinds)
         if saved or self.limiter.state_dict():
             same(kind, type(self.limiter).__name__, "limiter")
@@ -207,6 +223,8 @@ class Limits:
         self.drawn, self.drawn_items = drawn, drawn_items
         self._load_notes(nbytes, unread)
         self.ahead, self._lacks_ahead = state.get("ahead", 0), "ahead" not in state
+        self.settled = state.get("settled", 0)
+        self._lacks_settled = "settled" not in state or state.get("batch_size") != self._batch_size
 
     def _check_notes(self, nbytes: Int64Array | None, unread: Int64Array | None) -> None:
         capacity = self._storage.capacity
@@ -231,7 +249,7 @@ class Limits:
         """
         self.drawn, self.drawn_items = drawn, drawn * max(1, batch_size)
         self._load_notes(None, None)
-        self._lacks_ahead = True
+        self._lacks_ahead = self._lacks_settled = True
 
     def verify(self, rows: Rows) -> None:
         """Refuse a state of the limiter that does not go with the rows."""
@@ -251,6 +269,12 @@ class Limits:
             self._lacks_unread = False
         elif self.unread.count(np.flatnonzero(~valid)):
             raise CheckpointCorruptError("limiter: expected stored items that were not drawn, found rows without one")
+
+    def settle(self, rows: Rows) -> None:
+        """Find out how much was trained on before the limiter was in force, once the version is known."""
+        if self._lacks_settled:
+            gone = rows.write_count - rows.size - self.tally.given_up
+            self.settled, self._lacks_settled = max(0, gone - self.version * self._batch_size), False
 
 
 def _valid(rows: Rows) -> Int64Array:

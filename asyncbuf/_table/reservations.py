@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +15,26 @@ from asyncbuf._table.deliveries import is_key
 from asyncbuf.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterable
 
     from asyncbuf._table.deliveries import Key
     from asyncbuf.rows import Rows
 
 _ALONE = -1
+
+
+class Room(Protocol):
+    """What a limiter has admitted for items that are still to be made."""
+
+    def end(self) -> None:
+        """Hold nothing any more; who waits for room is not told yet."""
+
+    def give_back(self) -> None:
+        """Let others have what is left of it."""
+
+    def shrink(self, items: int) -> None:
+        """Let others have so much of it."""
 
 
 class Status(enum.IntEnum):
@@ -44,20 +58,46 @@ class Group:
         members: the members, in order.
         when: by the clock of the event loop, when the deadline is over; None if nobody is at work since a restore.
         at_work: the members that somebody works on, each with what stops that.
+        room: for the items of all members; None while nobody works on them, or where no limiter holds writers.
+        entering: held while one waits for the room of all; None before that.
     """
 
-    __slots__ = ("at_work", "deadline", "key", "least", "members", "number", "size", "text", "when")
+    __slots__ = (
+        "at_work",
+        "deadline",
+        "entering",
+        "key",
+        "least",
+        "members",
+        "number",
+        "room",
+        "size",
+        "text",
+        "when",
+    )
 
     def __init__(self, number: int, size: int, least: int, deadline: float | None, key: Key | None) -> None:
         self.number, self.size, self.least, self.deadline, self.key = number, size, least, deadline, key
         self.members: list[Reserved] = []
         self.when: float | None = None
         self.at_work: dict[Reserved, Callable[[], None]] = {}
+        self.room: Room | None = None
+        self.entering: asyncio.Lock | None = None
         self.text = json.dumps([number, size, least, deadline, key]).encode()
 
     def count(self, status: Status) -> int:
         """How many members are so far."""
         return sum(member.status is status for member in self.members)
+
+    @property
+    def survivors(self) -> int:
+        """How many members have items, or may have some."""
+        return self.count(Status.OPEN) + self.count(Status.HELD)
+
+    @property
+    def is_given_out(self) -> bool:
+        """Whether somebody has a member to work on."""
+        return any(member.is_given_out and member.status is Status.OPEN for member in self.members)
 
     def is_last(self, ending: Reserved, now: float) -> bool:
         """Whether no member but one can still have items: the deadline ends those, too, that nobody works on.
@@ -81,14 +121,28 @@ class Reserved:
         payload: key and payload, as bytes.
         partial: the partial result, as bytes; empty for none.
         items: what a member that is HELD has, as bytes.
+        most: how many items it will have at most; 0 if that was not said.
+        room: for these items, if it stands alone; None while nobody works on it, or where no limiter holds writers.
         is_given_out: whether somebody has it to work on.
         is_at_work: whether somebody works on it.
     """
 
-    __slots__ = ("group", "is_at_work", "is_given_out", "items", "number", "partial", "payload", "status")
+    __slots__ = (
+        "group",
+        "is_at_work",
+        "is_given_out",
+        "items",
+        "most",
+        "number",
+        "partial",
+        "payload",
+        "room",
+        "status",
+    )
 
-    def __init__(self, number: int, payload: bytes, group: Group | None = None) -> None:
-        self.number, self.payload, self.group = number, payload, group
+    def __init__(self, number: int, payload: bytes, group: Group | None = None, most: int = 0) -> None:
+        self.number, self.payload, self.group, self.most = number, payload, group, most
+        self.room: Room | None = None
         self.partial = self.items = b""
         self.status = Status.OPEN
         self.is_given_out, self.is_at_work = True, False
@@ -116,20 +170,20 @@ class Reservations:
         """Whether it is: one of before a restore is not, whatever its number."""
         return self._open.get(reserved.number) is reserved
 
-    def make(self, payload: bytes, group: Group | None = None) -> Reserved:
+    def make(self, payload: bytes, group: Group | None = None, most: int = 0) -> Reserved:
         """Open a new one."""
-        reserved = self._open[self.made] = Reserved(self.made, payload, group)
+        reserved = self._open[self.made] = Reserved(self.made, payload, group, most)
         self.made += 1
         if group is not None:
             group.members.append(reserved)
         return reserved
 
     def make_group(
-        self, payload: bytes, size: int, least: int, deadline: float | None, key: Key | None
+        self, payload: bytes, size: int, least: int, deadline: float | None, key: Key | None, most: int = 0
     ) -> list[Reserved]:
         """Open the members of a new group."""
         group = Group(self.made, size, least, deadline, key)
-        return [self.make(payload, group) for _ in range(size)]
+        return [self.make(payload, group, most) for _ in range(size)]
 
     def waiting(self) -> list[Reserved]:
         """Those that nobody has to work on, in the order in which they were made."""
@@ -162,6 +216,7 @@ class Reservations:
             "number": _column([each.number for each in found]),
             "group": _column([_ALONE if each.group is None else each.group.number for each in found]),
             "status": _column([each.status for each in found]),
+            "most": _column([each.most for each in found]),
             "payload": _joined([each.payload for each in found]),
             "partial": _joined([each.partial for each in found]),
             "items": _joined([each.items for each in found]),
@@ -170,26 +225,30 @@ class Reservations:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Open those that were open; nobody works on them."""
-        kinds: dict[str, type] = dict.fromkeys(("number", "group", "status"), torch.Tensor)
+        kinds: dict[str, type] = dict.fromkeys(("number", "group", "status", "most"), torch.Tensor)
         parts: dict[str, type] = dict.fromkeys(("payload", "partial", "items", "groups"), list)
         made, committed, given_up, *found = fields(
             state, "reservations", made=int, committed=int, given_up=dict, **kinds, **parts
         )
-        number, group, status = (int64s(column, "reservations: expected a column") for column in found[:3])
-        payloads, partials, items = (_separate(joined, len(number)) for joined in found[3:6])
-        texts = _separate(found[6], None)
-        is_sound = len(group) == len(status) == len(number) and not (np.diff(number) <= 0).any()
+        number, group, status, most = (int64s(column, "reservations: expected a column") for column in found[:4])
+        payloads, partials, items = (_separate(joined, len(number)) for joined in found[4:7])
+        texts = _separate(found[7], None)
+        is_sound = len(group) == len(status) == len(most) == len(number) and not (np.diff(number) <= 0).any()
+        if (most < 0).any():
+            raise CheckpointCorruptError("reservations: expected numbers of items, found negative ones")
         if not is_sound or (len(number) and not 0 <= number[0] <= number[-1] < made):
             raise CheckpointCorruptError(f"reservations: expected ascending numbers below {made}, found others")
         if committed + len(number) + sum(_counts(given_up)) != made or ((status < 0) | (status > 3)).any():
             raise CheckpointCorruptError(f"reservations: expected {made} in all, found others")
         groups = {each.number: each for each in map(_group, texts)}
         opened: dict[int, Reserved] = {}
-        columns = zip(number.tolist(), group.tolist(), status.tolist(), payloads, partials, items, strict=True)
-        for n, g, s, payload, partial, content in columns:
+        columns = zip(
+            number.tolist(), group.tolist(), status.tolist(), most.tolist(), payloads, partials, items, strict=True
+        )
+        for n, g, s, m, payload, partial, content in columns:
             if (g != _ALONE and g not in groups) or (g == _ALONE and s) or (s == Status.HELD) != bool(content):
                 raise CheckpointCorruptError(f"reservations: expected a sound reservation {n}, found another one")
-            each = opened[n] = Reserved(n, payload, groups.get(g))
+            each = opened[n] = Reserved(n, payload, groups.get(g), m)
             each.partial, each.items, each.status, each.is_given_out = partial, content, Status(s), False
             if each.group is not None:
                 each.group.members.append(each)
@@ -197,9 +256,15 @@ class Reservations:
             first, members = each_group.number, each_group.members
             if [member.number for member in members] != [*range(first, first + each_group.size)]:
                 raise CheckpointCorruptError(f"reservations: expected {each_group.size} members of group {first}")
+            if len({member.most for member in members}) > 1:
+                raise CheckpointCorruptError(f"reservations: expected as many items of each member of group {first}")
             if not each_group.count(Status.OPEN):
                 raise CheckpointCorruptError(f"reservations: expected an open member of group {first}, found none")
         self.made, self.committed, self.given_up = made, committed, dict(given_up)
+        for each in self._open.values():  # whoever works on them will be refused
+            for holder in (each, each.group):
+                if holder is not None and holder.room is not None:
+                    holder.room.end()
         self._open = opened
 
     def verify(self, rows: Rows) -> None:

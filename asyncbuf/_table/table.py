@@ -22,6 +22,7 @@ from asyncbuf._table.tally import Tally
 from asyncbuf.rows import NO_COLUMNS, NotYet, Placement, RowRange, Rows, WriteEvent
 from asyncbuf.storage import Prepared
 from asyncbuf.storage._shielded import StorageCalls
+from asyncbuf.writer import RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Table:
         has_write_events: whether the sampler wants to see each write as a whole.
         reservations: work that has no items yet.
         lets_go: whether the sampler may let rows leave at any time.
+        listens_to_hand_over: whether the sampler wants to know which batches consumers got.
         stale_priorities: number of rows whose priorities came after they were replaced or removed.
         tally: counts what leaves.
 
@@ -87,6 +89,7 @@ class Table:
         self._tells_events = "wrote" in sampler.hooks
         self._tells_rows = "written" in sampler.hooks
         self.lets_go = "leaving" in sampler.hooks
+        self.listens_to_hand_over = "handed_over" in sampler.hooks
         self.has_write_events = self._checks_writes or self._tells_events
         self.stale_priorities = 0
         self._capacity = storage.capacity
@@ -96,7 +99,7 @@ class Table:
         self.deliveries = Deliveries(key_window, lambda: writer.write_count)
         self.durability = Durability(self.deliveries, lambda: writer.write_count)
         self.reservations = Reservations()
-        self.tally = Tally(writer.write_count - self._index.size)
+        self.tally = self.limits.tally = Tally(writer.write_count - self._index.size)
         self._rows: Rows | None = None
         # The batch size for which the answer of may_draw is yes until the rows change.
         self._open_for = _UNKNOWN
@@ -133,11 +136,6 @@ class Table:
     def write_count(self) -> int:
         """Number of items ever written."""
         return (self._rows or self.rows).write_count
-
-    @property
-    def listens_to_hand_over(self) -> bool:
-        """Whether the sampler wants to know which batches consumers got."""
-        return "handed_over" in self.sampler.hooks
 
     def changed(self) -> None:
         """Rows, priorities or the state of a part are other than before."""
@@ -203,6 +201,10 @@ class Table:
         """Items that are too old leave: how many."""
         return 0
 
+    def told_again(self, draw: Draw) -> Draw:
+        """A draw that says what is true now of its rows."""
+        return draw
+
     def is_too_old(self, draw: Draw) -> bool:
         """Whether a draw has a row whose item is too old now."""
         return False
@@ -261,12 +263,10 @@ class Table:
             self._index.store_numbers(placement, first)
         else:
             self.writer.commit(placement, self._capacity)
-        added, (offered, runs, _) = self._index.wrote(placement), placement
-        kept = runs[0].count if len(runs) == 1 else len(placement.rows)
-        if added != kept:
-            self.tally.overwritten += kept - added
-        if offered != kept:
-            self.tally.not_kept += offered - kept
+        if left := placement.offered - self._index.wrote(placement):
+            not_kept = 0 if type(self.writer) is RoundRobinWriter else placement.offered - len(placement.rows)
+            self.tally.not_kept += not_kept
+            self.tally.overwritten += left - not_kept
         self._rows = None
         self._open_for = _UNKNOWN
 
@@ -279,7 +279,7 @@ class Table:
         """As ``wrote``, so many items at a time if the sampler is ours; another one is told of a write as a whole."""
         if event is not None and self._tells_events:
             if self._checks_writes and self._index.sparse is None:
-                self._rows = event.table  # as it was to be
+                self._rows = event.table
             event.table = self.rows
             if placement.offered <= most or not self.sampler.trusted:
                 self.sampler.wrote(event)
@@ -334,8 +334,7 @@ class Table:
         # Each in a context of its own: what one sets does not reach the next.
         shielded(self.writer.removed, torch.from_numpy(rows.copy()), self._capacity)
         shielded(self.storage.release, torch.from_numpy(rows.copy()))
-        if "removed" in self.sampler.hooks:
-            shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
+        shielded(self.sampler.removed, torch.from_numpy(rows), self.rows)
         if self.lets_go:
             self.let_go()
         return len(rows)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # What came before the books were begun: a writer with a history, or a checkpoint of a release that kept none.
 EARLIER = "earlier"
 OVERWRITTEN, NOT_KEPT = "overwritten", "not_kept"
+_GIVEN_UP = ("stale", "let_go", "removed", "emptied")
 
 
 class Tally:
@@ -55,6 +56,11 @@ class Tally:
         """Number of items that left, by cause: those that there were."""
         found = {OVERWRITTEN: self.overwritten, NOT_KEPT: self.not_kept, **self.evicted}
         return {cause: count for cause, count in found.items() if count}
+
+    @property
+    def given_up(self) -> int:
+        """Number of items that left without being trained on, as far as that is known."""
+        return self.not_kept + sum(self.evicted.get(cause, 0) for cause in _GIVEN_UP)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncbuf._table.noting import NotingTable
+from asyncbuf._table.table import Table
 from asyncbuf._table.versions import Versions
 from asyncbuf.rows import NO_COLUMNS, Placement, placed
 
@@ -22,8 +22,8 @@ STALE = "stale"
 REFUSED = object()
 
 
-class VersionedTable(NotingTable):
-    """As ``NotingTable``; items that are too old are not written, and leave when a version begins.
+class VersionedTable(Table):
+    """As ``NotingTable``, if the limiter wants that. Items that are too old are not written, and leave with a version.
 
     Args:
         *parts: as of ``Table``.
@@ -43,11 +43,6 @@ class VersionedTable(NotingTable):
         """The version of the model that makes items now."""
         return self.versions.version
 
-    @property
-    def asks_others_to_write(self) -> bool:
-        """Always: each write is looked at."""
-        return True
-
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def refuses(self, prepared: Prepared) -> bool:
@@ -58,18 +53,31 @@ class VersionedTable(NotingTable):
         return self.versions.refuses(self._coming, prepared.count)
 
     def telling(self, placement: Placement, event: WriteEvent | None, most: int) -> Iterator[None]:
-        """Note versions, and tell the sampler; then items leave that were too old among others that are not."""
-        coming, self._coming = self._coming, None
-        if coming is None:  # fixed data, which were there before any version
-            coming = self.versions.coming(0, NO_COLUMNS)
-        self.versions.wrote(coming, placement.rows, placement.items)
+        """Note versions, and tell the sampler."""
+        self._note(placement)
         yield from super().telling(placement, event, most)
-        self.evict_stale()
 
-    def still_there(self, placement: Placement) -> Placement:
-        """Where the items of a write went that were not too old."""
+    def _note(self, placement: Placement) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self.versions.wrote(coming, placement)
+
+    def noted(self, placement: Placement) -> Placement:
+        """Items were written, and the sampler knows: those leave that were too old among others that are not.
+
+        Returns:
+            Where the others went.
+        """
+        self._note(placement)  # unless the sampler was told
+        if not self.evict_stale():
+            return placement
         kept = self._index.contains(placement.rows)
-        return placement if kept.all() else placed(placement.offered, placement.rows[kept], placement.items[kept])
+        return placed(placement.offered, placement.rows[kept], placement.items[kept])
+
+    def introduce(self) -> None:
+        """As ``Table.introduce``; fixed data were there before any version."""
+        super().introduce()
+        self.versions.verify(self.rows)
 
     def _left(self, rows: Int64Array) -> None:
         super()._left(rows)
@@ -100,7 +108,15 @@ class VersionedTable(NotingTable):
 
     def draw(self, batch_size: int) -> Draw:
         """Ask the sampler, and say of which versions the rows are."""
-        return self.versions.told(super().draw(batch_size))
+        draw = Table.draw(self, batch_size)
+        rows = draw.indices.numpy()
+        if self.limits.notes_draws:
+            self.limits.drew(rows, self._index.size)
+        return self.versions.told(draw, rows)
+
+    def told_again(self, draw: Draw) -> Draw:
+        """A draw with the ages of now."""
+        return self.versions.told_again(draw)
 
     def is_too_old(self, draw: Draw) -> bool:
         """Whether a draw has a row whose item is too old now."""
@@ -117,3 +133,4 @@ class VersionedTable(NotingTable):
         """As ``Table.verify``."""
         super().verify(stored)
         self.limits.version = self.versions.version
+        self.limits.settle(self.rows)

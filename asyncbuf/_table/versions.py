@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from asyncbuf._plain.state import fields, int64s
 from asyncbuf._runtime.shield import shielded
+from asyncbuf.batch import Draw
 from asyncbuf.errors import CheckpointCorruptError, SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from asyncbuf.batch import Draw
-    from asyncbuf.rows import Int64Array, Rows
+    from asyncbuf.rows import Int64Array, Placement, Rows
     from asyncbuf.staleness import Staleness
 
 # The version of a row without an item: never too old.
@@ -24,17 +24,20 @@ _NONE = 2**62
 _logger = logging.getLogger("asyncbuf")
 
 
-class Coming:
+class Coming(NamedTuple):
     """The versions and numbers of items that are to be written.
 
-    Args:
-        versions: of each item, or one for all: int64 ``[items]`` or ``[]``.
+    Attributes:
+        versions: of each item, int64 ``[items]``, or one for all.
+        newest: the highest of them.
+        oldest: the lowest of them.
         ids: the numbers of the items: int64 ``[items]``; None if nobody asks.
     """
 
-    def __init__(self, versions: Int64Array, ids: Int64Array | None) -> None:
-        self.versions = versions
-        self.ids = ids
+    versions: Int64Array | int
+    newest: int
+    oldest: int
+    ids: Int64Array | None = None
 
 
 class Versions:
@@ -56,7 +59,8 @@ class Versions:
         self.version = self.refused = 0
         self._of_row = np.full(capacity, _NONE)
         self._ids = np.zeros(capacity if policy.id_key is not None else 0, np.int64)
-        self._oldest = _NONE  # no stored item is older; it may be that none is as old
+        self._newest = 0  # no item that was ever stored is newer
+        self._oldest: int = _NONE  # no stored item is older; it may be that none is as old
         self.columns = tuple(key for key in (policy.version_key, policy.id_key) if key is not None)
 
     @property
@@ -76,6 +80,8 @@ class Versions:
         Raises:
             SchemaError: a field is no integer, or the numbers are several for an item.
         """
+        if said is None and not self.columns:
+            return Coming(self.version, self.version, self.version)
         policy, versions, ids = self._policy, said, None
         if versions is None and policy.version_key is not None:
             found = _integers(columns[policy.version_key], policy.version_key)
@@ -85,26 +91,31 @@ class Versions:
             if ids.size != len(ids):
                 raise SchemaError(f"{policy.id_key}: expected one number per item, found {list(ids.shape[1:])}")
             ids = ids.reshape(-1)
-        return Coming(np.asarray(self.version if versions is None else versions), ids)
+        if versions is None:
+            return Coming(self.version, self.version, self.version, ids)
+        return Coming(versions, int(versions.max(initial=-_NONE)), int(versions.min(initial=_NONE)), ids)
 
     def refuses(self, coming: Coming, count: int) -> bool:
         """Whether a write is for nothing, because all of its items are too old. Those are counted, and told."""
-        if coming.versions.size and int(coming.versions.max()) >= self.least:
+        if coming.newest >= self.least:
             return False
         self.refused += count
         if coming.ids is not None:
             self._tell(coming.ids)
         return True
 
-    def wrote(self, coming: Coming, rows: Int64Array, items: Int64Array) -> None:
-        """Items of a write are in these rows now."""
-        if not len(rows):
-            return
-        versions = coming.versions if not coming.versions.ndim else coming.versions[items]
-        self._of_row[rows] = versions
-        self._oldest = min(self._oldest, int(versions.min()))
-        if coming.ids is not None:
-            self._ids[rows] = coming.ids[items]
+    def wrote(self, coming: Coming, placement: Placement) -> None:
+        """Items of a write are in their rows now."""
+        versions, ids, runs = coming.versions, coming.ids, placement.runs
+        if ids is None and isinstance(versions, int) and len(runs) == 1:
+            first = runs[0]
+            self._of_row[first.row : first.row + first.count] = versions
+        else:
+            rows, items = placement.rows, placement.items
+            self._of_row[rows] = versions if isinstance(versions, int) or not versions.ndim else versions[items]
+            if ids is not None:
+                self._ids[rows] = ids[items]
+        self._oldest, self._newest = min(self._oldest, coming.oldest), max(self._newest, coming.newest)
 
     def removed(self, rows: Int64Array) -> None:
         """Rows have left."""
@@ -139,12 +150,24 @@ class Versions:
 
     # -- draws --------------------------------------------------------------------------------------------------------
 
-    def told(self, draw: Draw) -> Draw:
-        """A draw that says of which versions its rows are."""
-        versions = torch.from_numpy(self._of_row.take(draw.indices.numpy()))
+    def told(self, draw: Draw, rows: Int64Array) -> Draw:
+        """A draw that says of which versions its rows are, and how old."""
+        versions = self._of_row[rows]
         if draw.shape is not None:
             versions = versions.reshape(draw.shape)
-        return draw._replace(info={**draw.info, "version": versions})
+        return self._with(draw, versions)
+
+    def told_again(self, draw: Draw) -> Draw:
+        """A draw that was told before, with the ages of now."""
+        versions = draw.info.get("version")
+        return self._with(draw, versions.numpy()) if isinstance(versions, torch.Tensor) else draw
+
+    def _with(self, draw: Draw, versions: Int64Array) -> Draw:
+        ages = self.version - versions
+        if self._newest > self.version:
+            ages = np.maximum(ages, 0)
+        said = {"version": torch.from_numpy(versions), "age": torch.from_numpy(ages)}
+        return Draw(draw.indices, {**draw.info, **said} if draw.info else said, *draw[2:])
 
     def is_too_old(self, draw: Draw) -> bool:
         """Whether a draw has a row whose item is too old now."""
@@ -181,6 +204,7 @@ class Versions:
         self.version, self.refused = version, refused
         self._of_row[: len(versions)] = versions
         self._oldest = int(self._of_row.min(initial=_NONE))
+        self._newest = int(self._of_row.max(initial=0, where=self._of_row < _NONE))
         if len(self._ids):
             self._ids.fill(-1)
             self._ids[: len(ids)] = ids

@@ -14,6 +14,7 @@ _ANY = (
     "holds_writers",
     "needs_rows_to_leave",
     "needs_batch_size",
+    "needs_versions",
     "counts_bytes",
     "counts_unread",
     "counts_overwrites",
@@ -36,6 +37,8 @@ class Limiter:
         needs_rows_to_leave: whether writers wait for rows to leave. A buffer refuses it with a sampler that lets none
             leave, where they would wait for ever.
         needs_batch_size: whether it looks at ``counters.batch_size``. A buffer without one refuses it.
+        needs_versions: whether it looks at ``counters.version`` and ``counters.given_up``, which are 0 otherwise. A
+            buffer without ``staleness`` refuses it.
         counts_bytes: whether it looks at the bytes of items, which are not counted otherwise.
         counts_unread: whether it looks at ``counters.unread``, which is 0 otherwise.
         counts_overwrites: whether it looks at ``counters.overwrites``, which is 0 otherwise.
@@ -46,6 +49,7 @@ class Limiter:
     trusted: ClassVar[bool] = False
     needs_rows_to_leave: ClassVar[bool] = False
     needs_batch_size: ClassVar[bool] = False
+    needs_versions: ClassVar[bool] = False
     counts_bytes: ClassVar[bool] = False
     counts_unread: ClassVar[bool] = False
     counts_overwrites: ClassVar[bool] = False
@@ -133,21 +137,13 @@ class AllOf(Limiter):
         limiters: the limiters, none of which is one of these.
     """
 
-    trusted: bool = False  # type: ignore[misc]  # as its parts are, and so are those that follow
-    counts_draws: bool = False  # type: ignore[misc]
-    holds_writers: bool = False  # type: ignore[misc]
-    needs_rows_to_leave: bool = False  # type: ignore[misc]
-    needs_batch_size: bool = False  # type: ignore[misc]
-    counts_bytes: bool = False  # type: ignore[misc]
-    counts_unread: bool = False  # type: ignore[misc]
-    counts_overwrites: bool = False  # type: ignore[misc]
-
     def __init__(self, *limiters: Limiter) -> None:
         parts = [limiter.limiters if isinstance(limiter, AllOf) else (limiter,) for limiter in limiters]
         self.limiters: tuple[Limiter, ...] = sum(parts, ())
-        self.trusted = all(limiter.trusted for limiter in self.limiters)
+        # Of the object, and not of the class: they are as those of its parts.
+        vars(self)["trusted"] = all(limiter.trusted for limiter in self.limiters)
         for name in _ANY:
-            setattr(self, name, any(getattr(limiter, name) for limiter in self.limiters))
+            vars(self)[name] = any(getattr(limiter, name) for limiter in self.limiters)
 
     def may_write(self, counters: Counters, items: int) -> Answer:
         """What the first of them answers that does not answer with True."""

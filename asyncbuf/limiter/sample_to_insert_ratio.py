@@ -59,7 +59,7 @@ class SampleToInsertRatio(Limiter):
         written = counters.write_count + counters.admitted + items
         if written <= self._min_size:
             return True
-        self._check_room(items, counters.batch_size or 1, f"a write of {items} items")
+        self._check_room(items, counters.batch_size or 1, "a write", items)
         diff = self._ratio * written - counters.drawn_items
         if diff <= self._highest:
             return True
@@ -74,7 +74,7 @@ class SampleToInsertRatio(Limiter):
         written, drawn = counters.write_count, counters.drawn_items + items
         if written < self._min_size:
             return NotYet(f"{written} of at least {self._min_size} items were written")
-        self._check_room(1, items, f"a batch of {items}")
+        self._check_room(1, items, "a batch", items)
         diff = self._ratio * written - drawn
         if diff >= self._lowest:
             return True
@@ -86,9 +86,9 @@ class SampleToInsertRatio(Limiter):
 
     def check_batch(self, batch_size: int) -> None:
         """Refuse a range without room for a batch and an item."""
-        self._check_room(1, batch_size, f"a batch of {batch_size}")
+        self._check_room(1, batch_size, "a batch", batch_size)
 
-    def _check_room(self, items: int, rows: int, what: str) -> None:
+    def _check_room(self, items: int, rows: int, what: str, count: int) -> None:
         """Somebody can always go on if a write and a batch fit into the range together.
 
         Raises:
@@ -97,8 +97,8 @@ class SampleToInsertRatio(Limiter):
         needed = self._ratio * items + rows
         if self._highest - self._lowest < needed:
             raise ValueError(
-                f"SampleToInsertRatio: expected an error_buffer of at least {needed / 2:g} for {what}, so that writers "
-                f"and consumers do not wait for each other, found {(self._highest - self._lowest) / 2:g}"
+                f"SampleToInsertRatio: expected an error_buffer of at least {needed / 2:g} for {what} of {count}, so "
+                f"that writers and consumers do not wait for each other, found {(self._highest - self._lowest) / 2:g}"
             )
 
     def __repr__(self) -> str:

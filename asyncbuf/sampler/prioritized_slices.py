@@ -156,17 +156,17 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         values = _values(priority)
         rows = indices.detach().cpu().numpy()
         firsts = rows[:, 0]
-        if not values.ndim or values.size == len(rows):
-            return firsts, values
+        if not values.ndim or values.shape in ((len(rows),), (len(rows), 1)):
+            return firsts, values.reshape(-1) if values.ndim else values
         burn_in = self._slicer.burn_in
-        if values.size == rows.size:
-            values = values.reshape(rows.shape)[:, burn_in:]
-        elif values.size == len(rows) * (length - burn_in):
-            values = values.reshape(len(rows), length - burn_in)
-        else:
-            raise ValueError(
-                f"priority: expected values [{len(rows)}, {length}] or [{len(rows)}], found {list(values.shape)}"
-            )
+        shapes = [rows.shape, (len(rows), length - burn_in)]
+        flat = [(rows.size,), (len(rows) * (length - burn_in),)]
+        # [steps, slices] has as many values, and would give each to another slice.
+        if values.shape not in [*shapes, *flat, *((*shape, 1) for shape in shapes)]:
+            steps = f"[{len(rows)}, {length}]" + (f", [{len(rows)}, {length - burn_in}]" if burn_in else "")
+            raise ValueError(f"priority: expected values {steps} or [{len(rows)}], found {list(values.shape)}")
+        values = values.reshape(len(rows), -1)
+        values = values[:, burn_in:] if values.shape[1] == length else values
         counts = np.ones(rows.shape, np.bool_)
         counts[:, 1:] = rows[:, 1:] != rows[:, :-1]  # padding repeats a row
         return self._mixed(firsts, values, counts[:, burn_in:])
@@ -174,7 +174,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
     def _mixed(self, firsts: Int64Array, values: Float64Array, counts: BoolArray) -> tuple[Int64Array, Float64Array]:
         """``eta * max + (1 - eta) * mean`` of the values that count, of the slices that have some."""
         if (wrong := values[counts & ~(values >= 0)]).size:
-            raise ValueError(f"priority: expected finite numbers of at least 0, found {wrong[:4].tolist()}")
+            hint = " (of differences, give the size: td_error.abs())" if (wrong < 0).any() else ""
+            raise ValueError(f"priority: expected finite numbers of at least 0, found {wrong[:4].tolist()}{hint}")
         values = np.where(counts, values, 0.0)
         steps = counts.sum(axis=1)
         some = steps > 0

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+LIST = " (it is in a list, whose elements are fields of their own: make a tensor or an array of the list)"
 ONE_ITEM = " (add() takes one item, without that axis)"
 
 

@@ -81,7 +81,8 @@ class TensorStorage(Storage):
             shape = getattr(leaf, "shape", None)
             if not shape:
                 what = type(leaf).__name__ if shape is None else f"{type(leaf).__name__} without axes"
-                raise SchemaError(f"{path}: expected a leading axis of items, found a {what}{misfits.ONE_ITEM}")
+                hint = misfits.LIST if path.split("/")[-1].isdigit() else misfits.ONE_ITEM
+                raise SchemaError(f"{path}: expected a leading axis of items, found a {what}{hint}")
             if count not in (-1, shape[0]):
                 hint = misfits.ONE_ITEM if known is None else _shape_hint(known, leaves, batched=True)
                 raise SchemaError(

@@ -13,6 +13,7 @@ from asyncbuf.errors import BufferClosedError
 from asyncbuf.limiter import Limiter
 from asyncbuf.rows import Counters
 from asyncbuf.sampler import RandomSampler
+from asyncbuf.staleness import Staleness
 from asyncbuf.storage import TensorStorage
 from asyncbuf.testing._contract import Contract, check_arguments, check_malformed, revived
 from asyncbuf.testing.samplers import numbered_items
@@ -83,6 +84,7 @@ async def check_limiter(
         seconds,
         limiter.counts_bytes,
         limiter.counts_overwrites,
+        limiter.needs_versions,
     )
     contract.same(contract.state(make_limiter()), contract.state(limiter), "the factory makes equal limiters")
     for seed in seeds:
@@ -105,6 +107,7 @@ class _Setting(NamedTuple):
     seconds: float
     counts_bytes: bool
     counts_overwrites: bool
+    needs_versions: bool
 
     def written(self, counters: Counters, items: int) -> Counters:
         """The counters after a write."""
@@ -125,9 +128,10 @@ class _Setting(NamedTuple):
         )
 
     def drawn(self, counters: Counters) -> Counters:
-        """The counters after a draw."""
+        """The counters after a draw, and after the version that it makes, if the limiter counts versions."""
         drawn_items = counters.drawn_items + self.batch_size
-        return _unread(counters._replace(drawn=counters.drawn + 1, drawn_items=drawn_items))
+        version = counters.version + self.needs_versions
+        return _unread(counters._replace(drawn=counters.drawn + 1, drawn_items=drawn_items, version=version))
 
 
 def _unread(counters: Counters) -> Counters:
@@ -256,6 +260,7 @@ def _watched(limiter: Limiter, log: list[Counters]) -> Limiter:
         counts_bytes = limiter.counts_bytes
         counts_unread = limiter.counts_unread
         counts_overwrites = limiter.counts_overwrites
+        needs_versions = limiter.needs_versions
 
         def may_write(self, counters: Counters, items: int) -> Answer:
             answer = limiter.may_write(counters, items)
@@ -292,6 +297,7 @@ class _Run:
             batch_size=setting.batch_size,
             prefetch=self._choose.choice((0, 2)),
             generator=torch.Generator().manual_seed(seed),
+            staleness=Staleness() if setting.needs_versions else None,
         )
 
     async def run(self) -> None:
@@ -349,6 +355,8 @@ class _Run:
             while not self._is_over:
                 if await self._perhaps(self._buffer.sample()) is not None:
                     self._taken += 1
+                    if self._setting.needs_versions:
+                        await self._buffer.advance_version()
         except BufferClosedError:
             pass
 

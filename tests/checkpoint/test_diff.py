@@ -114,7 +114,7 @@ async def test_a_ring_that_went_on(make: Any, tmp_path: Path) -> None:
     found = rows(a, b)
     assert (found.a, found.b, found.by, found.is_same) == (30, 45, "item number", False)
     leaves = {leaf.path: leaf for leaf in part(diff(a, b)).leaves}
-    assert leaves.keys() == {"writer/cursor", "writer/size", "writer/write_count"}
+    assert leaves.keys() == {"writer/cursor", "writer/size", "writer/write_count", "ledger/overwritten"}
     assert (leaves["writer/size"].a, leaves["writer/size"].changed) == (
         next(leaf.a for leaf in leaves.values() if leaf.path == "writer/size"),
         None,

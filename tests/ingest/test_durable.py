@@ -159,7 +159,7 @@ async def test_a_restore_tells_those_that_wait(tmp_path: Path) -> None:
         await buffer.load_state_dict(state)
         (error,) = await outcomes(waiting)
         assert isinstance(error, AsyncBufError)
-        assert "a restore has replaced" in str(error)
+        assert "a restore replaced" in str(error)
         await snapshot.save(tmp_path / "old")  # of the history before
         still = crew.start(buffer.durable())
         await turns()

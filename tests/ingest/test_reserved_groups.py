@@ -16,7 +16,7 @@ from tests.helpers import Crew, outcomes, rows, turns
 from tests.ingest.test_reservations import books, buffer_of, leave, stored
 from tests.resume_helpers import restored, saved
 from tests.snapshot.helpers import every_way
-from tests.virtual_time import passed, run_in_virtual_time
+from tests.virtual_clock import pass_by, run_virtually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -183,7 +183,7 @@ async def test_after_a_restore_only_the_others_are_unfinished(way: str, tmp_path
 
 def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def run() -> None:
-        run_in_virtual_time(test())
+        run_virtually(test(), has_threads=False)
 
     run.__name__ = test.__name__
     return run
@@ -196,13 +196,13 @@ async def test_late_members_are_left_out() -> None:
 
         async def work(slot: Slot, seconds: float) -> bool:
             async with slot:
-                await passed(seconds)
+                await pass_by(seconds)
                 await slot.commit(rows(1, slot.member or 0))
                 return True
             return False
 
         tasks = [crew.start(work(slot, seconds)) for slot, seconds in zip(slots, (1, 60, 3, 90), strict=True)]
-        await passed(9)
+        await pass_by(9)
         assert not len(buffer)
         assert await outcomes(*tasks) == [True, False, True, False]
         assert asyncio.get_running_loop().time() == 10
@@ -217,7 +217,7 @@ async def test_too_late_for_too_many() -> None:
 
         async def hang(slot: Slot) -> None:
             async with slot:
-                await passed(100)
+                await pass_by(100)
 
         await commit(slots[1])
         await asyncio.gather(hang(slots[0]), hang(slots[2]))
@@ -232,12 +232,12 @@ async def test_nobody_works_on_the_last_member() -> None:
         slots = await buffer.reserve_group("p", 3, least=1, deadline=5)
         await commit(slots[0])
         async with slots[1] as slot:
-            await passed(4)
+            await pass_by(4)
             await slot.commit(rows(1, 1))
-            await passed(3)  # committed in time: the block may go on
+            await pass_by(3)  # committed in time: the block may go on
         assert not len(buffer)  # the third may still begin
         async with slots[2]:
-            await passed(3)
+            await pass_by(3)
         assert stored(buffer) == [0, 1]
         assert books(buffer) == (3, 2, 0, {"late": 1})
 
@@ -249,14 +249,14 @@ async def test_a_cancellation_is_none_of_a_deadline() -> None:
 
         async def hang(slot: Slot) -> None:
             async with slot:
-                await passed(100)
+                await pass_by(100)
 
         task = crew.start(hang(slots[0]))
-        await passed(1)
+        await pass_by(1)
         task.cancel()
         assert isinstance((await outcomes(task))[0], asyncio.CancelledError)
         assert [slot.member for slot in buffer.unfinished()] == [0]
-        await passed(10)
+        await pass_by(10)
         with pytest.raises(ValueError, match="x"):
             await leave(slots[1], ValueError("x"))
         assert books(buffer)[2] == 0
@@ -267,13 +267,13 @@ async def test_the_time_begins_anew_after_a_restore() -> None:
     source = buffer_of()
     slots = await source.reserve_group("p", 2, least=1, deadline=10)
     await commit(slots[0])
-    await passed(50)
+    await pass_by(50)
     state = await source.state_dict()
     target = buffer_of()
     await target.load_state_dict(state)
     (slot,) = target.unfinished()
     async with slot:
-        await passed(9)
+        await pass_by(9)
         assert await slot.commit(rows(1, 1))
     assert stored(target) == [0, 1]
 
@@ -287,7 +287,7 @@ async def test_random_groups_close_their_books() -> None:
 
     async def work(slot: Slot) -> None:
         async with slot:
-            await passed(chance.choice((0.1, 1, 5, 30)))
+            await pass_by(chance.choice((0.1, 1, 5, 30)))
             slot.partial = chance.random()
             if chance.random() < 0.15:
                 raise ValueError("failed")
@@ -313,7 +313,7 @@ async def test_random_groups_close_their_books() -> None:
                 made += 1
             for slot in slots:
                 crew.start(work(slot))
-            await passed(chance.choice((0.5, 3, 25)))
+            await pass_by(chance.choice((0.5, 3, 25)))
         await turns()
         ledger = buffer.stats().ledger
         assert ledger.closes, ledger
@@ -325,7 +325,7 @@ async def test_random_groups_close_their_books() -> None:
     async with Crew() as crew:
         for slot in buffer.unfinished():
             crew.start(work(slot))
-        await passed(100)
+        await pass_by(100)
     await drain(buffer)
     ledger = buffer.stats().ledger
     assert ledger.closes, ledger
@@ -363,7 +363,7 @@ class Run:
             length = length_of(slot.payload)
             while done < length:
                 step = min(16, length - done)
-                await passed(step)
+                await pass_by(step)
                 done += step
                 slot.partial = done
             await slot.commit(rows(1))
@@ -387,10 +387,10 @@ class Run:
             if chance is None:
                 await self.is_over.wait()
                 return
-            await passed(chance.expovariate(1 / 60))
+            await pass_by(chance.expovariate(1 / 60))
             state = await self.buffer.state_dict()
             following, lengths = self.following, list(self.lengths)
-            await passed(chance.expovariate(1 / 20))
+            await pass_by(chance.expovariate(1 / 20))
         self.buffer, self.following, self.lengths = buffer_of(), following, lengths
         await self.buffer.load_state_dict(state)
         assert self.buffer.stats().ledger.closes
@@ -412,8 +412,8 @@ def distance(first: list[int], second: list[int]) -> float:
 
 def test_kills_do_not_bias_the_lengths_of_rollouts() -> None:
     rollouts = 10_000
-    whole = run_in_virtual_time(finished_lengths(rollouts))
-    killed = run_in_virtual_time(finished_lengths(rollouts, random.Random(5)))
+    whole = run_virtually(finished_lengths(rollouts), has_threads=False)
+    killed = run_virtually(finished_lengths(rollouts, random.Random(5)), has_threads=False)
     assert distance(whole, killed) < 1.63  # exceeded by chance in 1 % of cases
-    lost = run_in_virtual_time(finished_lengths(rollouts, random.Random(5), forgets=True))
+    lost = run_virtually(finished_lengths(rollouts, random.Random(5), forgets=True), has_threads=False)
     assert distance(whole, lost) > 2.5  # what this is there for

@@ -16,6 +16,7 @@ from asyncbuf import (
     ListStorage,
     MaxAhead,
     MaxBytes,
+    MaxStaleness,
     MaxValueWriter,
     MinSize,
     Queue,
@@ -35,12 +36,15 @@ MAKERS: dict[str, Callable[[], Limiter]] = {
     "ratio-bounds": lambda: SampleToInsertRatio(1.0, min_size=4, error_buffer=(0.0, 20.0)),
     "ahead": lambda: MaxAhead(2),
     "ahead-and-size": lambda: MaxAhead(3) & MinSize(5),
+    "staleness": lambda: MaxStaleness(1),
     "ratio-and-size": lambda: SampleToInsertRatio(1.0, 4, 10.0) & MinSize(3),
 }
 LEAVING: dict[str, Callable[[], Limiter]] = {
     "queue": lambda: Queue(12),
     "bytes": lambda: MaxBytes(200),
     "queue-and-bytes": lambda: Queue(12) & MaxBytes(10_000),
+    "staleness": lambda: MaxStaleness(1),
+    "staleness-and-queue": lambda: MaxStaleness(2) & Queue(16),
     "queue-and-ahead": lambda: Queue(16) & MaxAhead(2),
 }
 
@@ -79,7 +83,7 @@ def test_a_range_without_room_is_refused() -> None:
     limiter = SampleToInsertRatio(4.0, min_size=100, error_buffer=20.0)
     with pytest.raises(ValueError, match=r"error_buffer of at least 34 for a batch of 64"):
         ReplayBuffer(TensorStorage(200), batch_size=64, limiter=limiter)
-    with pytest.raises(ValueError, match=r"error_buffer of at least 20\.5 for a write of 10 items"):
+    with pytest.raises(ValueError, match=r"error_buffer of at least 20\.5 for a write of 10"):
         limiter.may_write(counters(write_count=200), 10)
     with pytest.raises(ValueError, match=r"for a batch of 64"):
         limiter.may_draw(counters(write_count=200), 64)

@@ -16,6 +16,7 @@ from asyncbuf import (
     ListStorage,
     MaxAhead,
     MaxBytes,
+    MaxStaleness,
     MinSize,
     Queue,
     RandomSampler,
@@ -23,6 +24,7 @@ from asyncbuf import (
     Sampler,
     SamplerWithoutReplacement,
     SampleToInsertRatio,
+    Staleness,
     TensorStorage,
 )
 from asyncbuf.testing import assert_exact_resume
@@ -43,6 +45,8 @@ LIMITS: dict[str, tuple[Callable[[], Sampler], Callable[[], Limiter], str]] = {
     "ahead-consuming": (ConsumingSampler, lambda: MaxAhead(4), "oldest"),
     "queue": (ConsumingSampler, lambda: Queue(16), "oldest"),
     "bytes": (ConsumingSampler, lambda: MaxBytes(16 * 16), "wait"),
+    "staleness": (ConsumingSampler, lambda: MaxStaleness(2), "oldest"),
+    "staleness-wait": (ConsumingSampler, lambda: MaxStaleness(2), "wait"),
 }
 
 
@@ -57,12 +61,15 @@ async def make(name: str, depth: int = 0, workers: int = 1) -> ReplayBuffer:
         prefetch=depth,
         workers=workers,
         generator=seeded(),
+        staleness=Staleness(2) if name.startswith("staleness") else None,
     )
     await buffer.extend(rows(9, width=2))
     return buffer
 
 
 async def feed(buffer: ReplayBuffer, step: int, batch: Batch) -> None:
+    if buffer._config.staleness is not None:
+        await buffer.advance_version()
     await within(buffer.extend(rows(3, 9 + 3 * step, width=2)))
 
 
@@ -97,7 +104,12 @@ async def test_one_stream(name: str) -> None:
 
     expected = await stream(1, 0)
     check_same(await stream(2, 0), expected)
-    if name in ("queue", "ahead-consuming", "bytes"):  # writes decide what comes later, not what comes first
+    if name in (
+        "queue",
+        "ahead-consuming",
+        "bytes",
+        "staleness",
+    ):  # writes decide what comes later, not what comes first
         check_same(await stream(1, 3), expected)
         check_same(await stream(2, 1), expected)
 
@@ -107,6 +119,9 @@ FORGED: list[tuple[str, str, Any]] = [
     ("bytes", "nbytes", torch.full((24,), -1)),
     ("bytes", "nbytes", torch.full((24,), 16)),  # of rows without an item
     ("bytes", "nbytes", torch.zeros(24)),
+    ("staleness", "settled", -1),
+    ("staleness", "settled", 1.5),
+    ("staleness", "batch_size", "3"),
     ("ahead", "ahead", -1),
     ("ahead", "ahead", 1.5),
     ("ratio-wait", "unread", torch.tensor([23])),
@@ -144,7 +159,10 @@ async def test_a_checkpoint_without_limits_is_taken(name: str) -> None:
     async with target:
         await within(feed(target, 0, None))  # type: ignore[arg-type]
         await within(target.sample())
-    back = ReplayBuffer(TensorStorage(24), sampler=LIMITS[name][0](), batch_size=3, generator=seeded())
+    policy = target._config.staleness
+    back = ReplayBuffer(
+        TensorStorage(24), sampler=LIMITS[name][0](), batch_size=3, generator=seeded(), staleness=policy
+    )
     await back.load_state_dict(await target.state_dict())  # and the other way round
 
 

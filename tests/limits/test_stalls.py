@@ -23,7 +23,7 @@ from asyncbuf import (
     TensorStorage,
 )
 from tests.helpers import rows, seeded
-from tests.virtual_clock import run_virtually
+from tests.virtual_clock import pass_by, run_virtually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -93,7 +93,7 @@ def test_a_timeout_of_the_program_comes_first() -> None:
             reader = asyncio.create_task(buffer.sample())
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(buffer.extend(rows(6, 3)), 0.5)
-            await asyncio.sleep(5)
+            await pass_by(5)
             assert not reader.done()  # it waits, and somebody may write
             await buffer.extend(rows(1, 3))
             await reader
@@ -107,7 +107,7 @@ def test_another_size_may_go_on() -> None:
             await buffer.extend(rows(5))
             await buffer.sample(2)
             writer, reader = asyncio.create_task(buffer.extend(rows(6, 3))), asyncio.create_task(buffer.sample())
-            await asyncio.sleep(5)
+            await pass_by(5)
             assert not reader.done()
             await buffer.sample(2)
             await writer
@@ -153,7 +153,7 @@ def test_a_busy_line_is_no_silence(caplog: pytest.LogCaptureFixture) -> None:
         async with made(sampler=ConsumingSampler()) as buffer:
             readers = [asyncio.create_task(buffer.sample()) for _ in range(5)]
             for start in range(0, 20, 4):
-                await asyncio.sleep(6)
+                await pass_by(6)
                 await buffer.extend(rows(4, start))
             await asyncio.gather(*readers)
 
@@ -175,7 +175,7 @@ def test_other_limits_after_a_restore_never_hang_silently() -> None:
         await target.load_state_dict(state)
         async with target:  # 4 * 20 - 12 = 68 is above 36
             writer = asyncio.create_task(target.extend(rows(1, 20)))
-            await asyncio.sleep(5)
+            await pass_by(5)
             assert not writer.done()
             assert "36 more rows must be drawn: 21 items and 12 drawn rows would make 4 * 21 - 12 = 72" in (
                 target.why_blocked()
@@ -206,7 +206,7 @@ def test_a_collector_that_died_does_not_let_the_trainer_wait() -> None:
 
             async def collect() -> None:
                 for start in range(3):
-                    await asyncio.sleep(60)
+                    await pass_by(60)
                     await buffer.extend(rows(1, start))
                 raise ConnectionError("the server has gone")
 
@@ -226,11 +226,11 @@ def test_a_full_queue_does_not_hold_up_a_save() -> None:
         async with made(sampler=ConsumingSampler(), limiter=Queue(8), prefetch=1) as buffer:
             await buffer.extend(rows(8))
             writers = [asyncio.create_task(buffer.extend(rows(4, 8))) for _ in range(3)]
-            await asyncio.sleep(1)
+            await pass_by(1)
             state = await asyncio.wait_for(buffer.state_dict(), 2)
             assert state["writer"]["write_count"] == 8
             await buffer.sample()
-            await asyncio.sleep(1)
+            await pass_by(1)
             assert [writer.done() for writer in writers] == [True, False, False]
             for writer in writers:
                 writer.cancel()

@@ -66,7 +66,7 @@ async def test_a_death_reaches_who_waits_and_who_would_wait() -> None:
 async def test_a_cancelled_task_is_dead(role: Any) -> None:
     async with made(limiter=Queue(8)) as buffer, Crew() as crew:
         await buffer.extend(rows(8))
-        task = buffer.watch(crew.start(asyncio.sleep(1000)), role)
+        task = buffer.watch(crew.start(asyncio.Event().wait()), role)
         writer = crew.start(buffer.extend(rows(1)))
         await turns()
         assert not writer.done()
@@ -125,7 +125,7 @@ async def test_all_producers_have_ended_well() -> None:
         assert isinstance(error, BufferClosedError)
         assert "every producer that buffer.watch() was told of has ended" in str(error)
         assert found == [*range(8)]
-        third = buffer.watch(crew.start(asyncio.sleep(1000)), "producer")
+        third = buffer.watch(crew.start(asyncio.Event().wait()), "producer")
         reader = crew.start(buffer.sample())
         await turns()
         assert not reader.done()
@@ -163,7 +163,7 @@ async def test_those_who_are_watched_wait_for_each_other(who: Any) -> None:
 async def test_one_of_them_lives() -> None:
     async with made(limiter=Queue(8)) as buffer, Crew() as crew:
         await buffer.extend(rows(3))
-        buffer.watch(crew.start(asyncio.sleep(1000)), "producer")
+        buffer.watch(crew.start(asyncio.Event().wait()), "producer")
         writer, reader = crew.start(buffer.extend(rows(6, 3))), crew.start(buffer.sample())
         buffer.watch(writer, "producer")
         await turns(20)
@@ -192,7 +192,7 @@ async def test_a_death_that_nobody_was_told_of_is_logged(caplog: pytest.LogCaptu
 async def test_closing_ends_all_watching(how: str) -> None:
     async with made() as buffer, Crew() as crew:
         if how == "lives":
-            task: asyncio.Task[Any] = crew.start(asyncio.sleep(1000))
+            task: asyncio.Task[Any] = crew.start(asyncio.Event().wait())
         else:
             task = crew.start(fails(buffer) if how == "died" else asyncio.sleep(0))
         buffer.watch(task, "producer")

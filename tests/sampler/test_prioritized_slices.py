@@ -177,3 +177,19 @@ async def test_states_that_are_none() -> None:
 def test_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(arguments))):
         sampler(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (8, 4), (8, 6, 1), (48,), (32,), (8,), (8, 1), ()])
+async def test_shapes_of_priorities(shape: tuple[int, ...]) -> None:
+    sampler = PrioritizedSliceSampler(slice_len=4, burn_in=2, end_key="done", strict_length=False)
+    buffer = ReplayBuffer(TensorStorage(100), sampler=sampler, batch_size=48)
+    async with buffer:
+        await buffer.extend({"x": torch.arange(60), "done": torch.arange(60) % 10 == 9})
+        batch = await buffer.sample()
+        await buffer.update_priority(batch, torch.full(shape, 3.0))
+        assert sampler.largest_priority == 3.0
+        for wrong in ((6, 8), (4, 8), (1, 8), (47,), (8, 6, 2)):
+            with pytest.raises(ValueError, match="priority: expected values"):
+                await buffer.update_priority(batch, torch.ones(wrong))
+        with pytest.raises(ValueError, match=r"td_error\.abs"):
+            await buffer.update_priority(batch, -torch.ones(8, 6))

@@ -38,6 +38,10 @@ def check(call: Any, items: Any, message: str) -> None:
             {"obs": torch.ones(3), "action": torch.ones(2)},
             "action: expected 3 items along the leading axis, as in obs, found 2 (add() takes one item",
         ),
+        (
+            {"obs": [[0.5, 1.0], [2.0, 3.0]]},
+            "obs/0/0: expected a leading axis of items, found a float (it is in a list",
+        ),
         ({"obs": torch.ones(3), "reward": 1.0}, "reward: expected a leading axis of items, found a float (add() takes"),
     ],
 )

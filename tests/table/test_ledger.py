@@ -146,7 +146,7 @@ async def test_the_books_close_whatever_is_done(kind: str, tmp_path: Path) -> No
         causes |= program.causes
     expected = {"removed", "emptied", "skip", "flush", "empty"}
     special = {"consuming": {"consumed"}, "groups": {"let_go", "consumed"}, "best": {"not_kept"}}
-    expected |= special.get(kind, {"overwritten", "not_kept"} if kind != "reservoir" else {"not_kept", "overwritten"})
+    expected |= special.get(kind, {"overwritten"})
     if kind == "passes":
         expected |= {"restart_epoch"}
     assert causes == expected | (causes & {"overwritten", "not_kept"})
