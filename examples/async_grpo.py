@@ -49,7 +49,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from asyncbuf import Checkpointer, GroupSampler, MaxAhead, PromptSource, RaggedStorage, ReplayBuffer, Staleness
+from asyncbuf import (
+    BufferClosedError,
+    Checkpointer,
+    GroupSampler,
+    MaxAhead,
+    PromptSource,
+    RaggedStorage,
+    ReplayBuffer,
+    Staleness,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,10 +222,9 @@ class Run:
         self.source = PromptSource([number % DIGITS for number in range(config.prompts)], epochs=1)
         sampler = GroupSampler("prompt", GROUP, filter=teaches, filter_keys="reward", on_drop=self.on_drop)
         staleness = Staleness(config.max_age, version_key="oldest", id_key="prompt", on_evict=self.on_evict)
-        limits: dict[str, Any] = dict(limiter=MaxAhead(2), overwrite="wait", staleness=staleness, prefetch=1)
-        self.buffer: ReplayBuffer[Any] = ReplayBuffer(
-            RaggedStorage(1024, TOKENS), sampler=sampler, batch_size=GROUPS * GROUP, **limits
-        )
+        limits: dict[str, Any] = dict(limiter=MaxAhead(2), overwrite="wait", staleness=staleness)
+        storage, batch_size = RaggedStorage(1024, TOKENS), GROUPS * GROUP
+        self.buffer: ReplayBuffer[Any] = ReplayBuffer(storage, sampler=sampler, batch_size=batch_size, **limits)
         parts = ("buffer", "source", "policy", "optimizer", "records")
         self.parts: dict[str, Any] = {name: getattr(self, name) for name in parts}
 
@@ -257,11 +265,12 @@ class Run:
                     self.records.trained_on(batch, self.policy)
                     for id in batch.info["group"].tolist():
                         self.source.done(id)
-            except TimeoutError:  # loses nothing; at the end, the filter may have left fewer groups than it waits for
-                continue
+            except (TimeoutError, BufferClosedError):
+                continue  # loses nothing; at the end, the filter may have left fewer groups than it waits for
             self.server.load(self.policy, await self.buffer.advance_version())
-            if self.buffer.version % self.config.every == 0 or not self.left():
+            if self.buffer.version % self.config.every == 0:
                 await saver.save_soon(self.buffer.version, **self.parts)
+        await saver.save(self.buffer.version, **self.parts)
 
     async def train(self) -> None:
         saver = Checkpointer(self.config.checkpoint)
@@ -308,7 +317,7 @@ def show(found: dict[str, Any]) -> None:
         f"prompts: {len(found['trained'])} trained on + {len(found['filtered'])} filtered out, {found['lost']} lost, "
         f"{found['twice']} twice; {found['asked_again']} groups were evicted as stale, and their prompts asked again"
     )
-    lengths = found["lengths"]
+    lengths = found["lengths"] or [0]
     print(
         f"rollouts: {np.mean(lengths):.1f} tokens on average, {max(lengths)} at most; no batch was older than "
         f"{found['oldest']} version(s); mean reward of the policy: {found['reward']:.3f}"

@@ -61,6 +61,13 @@ def test_killed_three_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_prompts_may_be_filtered_out(seed: int, tmp_path: Path) -> None:
+    # A new policy is seldom right, so many groups are refused: the learner waits for one that never comes.
+    check(killed(tmp_path, 1, "--prompts=2", f"--seed={seed}", seconds=50), 2)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_three_hundred_times_with_the_lengths_of_an_undisturbed_run(tmp_path: Path) -> None:
     lengths: dict[str, list[int]] = {"left_alone": [], "killed": []}
