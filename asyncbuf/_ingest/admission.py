@@ -125,10 +125,15 @@ class Admission:
             Exception: the limiter says that they never can be written, or the buffer takes no more.
             AsyncBufError: they are held back, and the call comes from within a transform that makes a batch.
         """
+        grant = self.admit_now(items, nbytes)
+        return grant or await self._admitted(_Writer(items, nbytes, is_reserved=False), "extend() or add")
+
+    def admit_now(self, items: int, nbytes: int) -> Grant | None:
+        """As ``admit``, if nobody needs to wait; else None."""
         # Asked even if others wait: what can never be written is refused at once.
         if self._may_write(items, nbytes) and not self._waiting:
             return self._granted(items, nbytes)
-        return await self._admitted(_Writer(items, nbytes, is_reserved=False), "extend() or add")
+        return None
 
     # -- room for what is still to be made ----------------------------------------------------------------------------
 

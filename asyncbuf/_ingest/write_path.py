@@ -211,7 +211,8 @@ class WritePath:
         items: Any,
         begin: Callable[[], None] | None,
     ) -> Placement:
-        grant = await admission.admit(prepared.count, self._table.limits.weigh(prepared))
+        items_nbytes = self._table.limits.weigh(prepared)
+        grant = admission.admit_now(prepared.count, items_nbytes) or await admission.admit(prepared.count, items_nbytes)
         try:
             return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:
@@ -234,6 +235,8 @@ class WritePath:
     ) -> Placement:
         if not self._is_small(prepared):
             return await self._write_in_thread(prepared, prepare, items, grant, begin)
+        if self._gate.is_free_for_writes:
+            return self._gate.run_now(self._write_begun, prepared, grant, begin)
         async with self._gate.turn(exclusive=True):
             return self._write_begun(self._confirmed(prepared, prepare, items), grant, begin)
 

@@ -60,7 +60,10 @@ class Tally:
     @property
     def given_up(self) -> int:
         """Number of items that left without being trained on, as far as that is known."""
-        return self.not_kept + sum(self.evicted.get(cause, 0) for cause in _GIVEN_UP)
+        evicted = self.evicted
+        if not evicted:
+            return self.not_kept
+        return self.not_kept + sum([evicted.get(cause, 0) for cause in _GIVEN_UP])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
