@@ -114,6 +114,7 @@ class Admission:
         Raises:
             Exception: the limiter says that they never can be written.
         """
+        # Asked even if others wait: what can never be written is refused at once.
         return self._granted(items, nbytes) if self._may_write(items, nbytes) and not self._waiting else None
 
     async def admit(self, items: int, nbytes: int = 0) -> Grant:
@@ -127,13 +128,6 @@ class Admission:
         """
         grant = self.admit_now(items, nbytes)
         return grant or await self._admitted(_Writer(items, nbytes, is_reserved=False), "extend() or add")
-
-    def admit_now(self, items: int, nbytes: int) -> Grant | None:
-        """As ``admit``, if nobody needs to wait; else None."""
-        # Asked even if others wait: what can never be written is refused at once.
-        if self._may_write(items, nbytes) and not self._waiting:
-            return self._granted(items, nbytes)
-        return None
 
     # -- room for what is still to be made ----------------------------------------------------------------------------
 

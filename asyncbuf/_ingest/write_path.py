@@ -212,7 +212,7 @@ class WritePath:
         begin: Callable[[], None] | None,
     ) -> Placement:
         items_nbytes = self._table.limits.weigh(prepared)
-        grant = admission.admit_now(prepared.count, items_nbytes) or await admission.admit(prepared.count, items_nbytes)
+        grant = await admission.admit(prepared.count, items_nbytes)
         try:
             return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:
