@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -148,6 +148,22 @@ class Reserved:
         self.is_given_out, self.is_at_work = True, False
 
 
+class Kept(NamedTuple):
+    """Books of reservations at one moment.
+
+    Attributes:
+        made: as of ``Reservations``.
+        committed: likewise.
+        given_up: likewise.
+        opened: those that are open, by number.
+    """
+
+    made: int
+    committed: int
+    given_up: dict[str, int]
+    opened: dict[int, Reserved]
+
+
 class Reservations:
     """The open ones. Every change is one step.
 
@@ -261,11 +277,22 @@ class Reservations:
             if not each_group.count(Status.OPEN):
                 raise CheckpointCorruptError(f"reservations: expected an open member of group {first}, found none")
         self.made, self.committed, self.given_up = made, committed, dict(given_up)
-        for each in self._open.values():  # whoever works on them will be refused
+        self._open = opened
+
+    def kept(self) -> Kept:
+        """The books as they are, for ``put_back`` or ``let_go``."""
+        return Kept(self.made, self.committed, dict(self.given_up), self._open)
+
+    def put_back(self, kept: Kept) -> None:
+        """A state that was loaded is not to be: whoever works on a reservation goes on."""
+        self.made, self.committed, self.given_up, self._open = kept
+
+    def let_go(self, kept: Kept) -> None:
+        """A state that was loaded has taken the place of these: whoever works on them will be refused."""
+        for each in kept.opened.values():
             for holder in (each, each.group):
                 if holder is not None and holder.room is not None:
                     holder.room.end()
-        self._open = opened
 
     def verify(self, rows: Rows) -> None:
         """Nothing of it depends on the rows."""

@@ -337,6 +337,8 @@ class RestorePlan:
             The tickets that go with it.
         """
         before = [(part, shielded(part.capture)) for part, _ in self._states]
+        reservations = self._live.table.reservations
+        open_before = reservations.kept()
         try:
             for part, state in self._states:
                 with _named(part.name):
@@ -348,8 +350,10 @@ class RestorePlan:
         except BaseException:
             for part, old in before:
                 shielded(part.load, part.read(old))
+            reservations.put_back(open_before)
             self._live.table.changed()
             raise
+        reservations.let_go(open_before)
         self._live.table.durability.restored(is_durable=self._is_committed)
         return tickets
 

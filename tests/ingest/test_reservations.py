@@ -354,3 +354,25 @@ async def test_forged_states_are_refused() -> None:
     for slot in target.unfinished():  # what is within is read when it is asked for
         with pytest.raises(CheckpointError):
             print(slot.payload)
+
+
+async def test_work_goes_on_where_a_restore_is_refused() -> None:
+    async with buffer_of(limiter=AtMostUnread(8)) as buffer:
+        state = await buffer.state_dict()
+        wrong = {**state, "ledger": {**state["ledger"], "overwritten": 5}}
+        members = await buffer.reserve_group("prompt", 2)
+        async with buffer.reserve("alone", items=4) as slot, members[0] as member:
+            with pytest.raises(CheckpointError):
+                await buffer.load_state_dict(wrong)
+            assert slot.is_open
+            slot.partial = "something"
+            assert await slot.commit(rows(4))
+            assert await member.commit(rows(1, 4))
+        async with members[1] as member:
+            assert await member.commit(rows(1, 5))
+        assert len(buffer) == 6
+        assert books(buffer) == (3, 3, 0, {})
+        async with buffer.reserve("again") as slot:
+            await buffer.load_state_dict(state)
+            with pytest.raises(ReservationError):
+                await slot.commit(rows(1))
