@@ -103,11 +103,11 @@ class DeliveryMethods:
             deadline: seconds from the first block on, or from the first one after a restore. Then the blocks of members
                 that have not committed end quietly, and those that nobody works on are left out when another one ends.
             items: how many items each member will have at most. Then this call waits until the limiter lets all of
-                them be written, as the block of ``reserve`` does; after a restore, the first block does. If the wait is
-                cancelled, all members are unfinished.
+                them be written, as the block of ``reserve`` does; after a restore, the first block does. A call that
+                waits has reserved nothing yet.
 
         Returns:
-            The members. All of them are reserved now.
+            The members. All of them are reserved in the very step in which the call returns.
 
         Raises:
             CheckpointError: the payload holds something that cannot be saved.
@@ -123,9 +123,10 @@ class DeliveryMethods:
         await self._turn()
         self._writes.check_writable()
         desk = self._desk()
-        desk.rooms.check(size * most)
+        room = await desk.rooms.new(size * most)
         members = self._table.reservations.make_group(made.plain, size, least, deadline, key, most)
-        await desk.begin_group(members)
+        assert members[0].group is not None
+        members[0].group.room = room
         return [Slot(desk, made, reserved) for reserved in members]
 
     def unfinished(self) -> list[Slot]:

@@ -64,20 +64,6 @@ class Desk:
         """Write the items of reservations, which end in the same step: at most so many, where there is a number."""
         return await self.writes.write_once(claim, self.at_most(most), items, priority, table, version, room)
 
-    async def begin_group(self, members: list[Reserved]) -> None:
-        """Wait until there is room for the items of a new group. If there is none, its members are unfinished."""
-        first = members[0]
-        if not first.most:
-            return
-        try:
-            await self.rooms.take(first)
-            check_open(self.reservations, first)
-        except BaseException:
-            for member in members:
-                member.is_given_out = False
-            self.rooms.leave(first)
-            raise
-
     def at_most(self, most: int) -> Callable[[Any], Any]:
         """The same as ``prepare``, which refuses more items than there is room for."""
         return functools.partial(_at_most, self.prepare, most) if most else self.prepare

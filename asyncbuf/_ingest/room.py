@@ -62,14 +62,19 @@ class Rooms:
         self._reservations = reservations
         self._check_writable = check_writable
 
-    def check(self, items: int) -> None:
-        """Refuse what there is never room for.
+    async def new(self, items: int) -> Room | None:
+        """Wait until there is room for items of a new reservation, or of a group of them; None if that is not asked.
+
+        A call that is cancelled has taken none.
 
         Raises:
-            ValueError: the limiter says so.
+            ValueError: there is never room for so many.
+            Exception: as of ``Admission.admit``.
         """
-        if items and self._admission is not None:
-            self._admission.check(items)
+        if not items or self._admission is None:
+            return None
+        self._admission.check(items)
+        return await self._room(self._admission, items)
 
     async def take(self, reserved: Reserved) -> None:
         """Wait until there is room for the items of a reservation, or of its whole group, unless that has some.
@@ -80,6 +85,8 @@ class Rooms:
             Exception: as of ``Admission.admit``.
         """
         if not reserved.most or self._admission is None:
+            return
+        if reserved.room is not None:
             return
         if reserved.group is None:
             reserved.room = await self._room(self._admission, reserved.most)

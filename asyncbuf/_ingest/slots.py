@@ -179,10 +179,7 @@ class Slot:
         """
         await self._desk.turn()
         self._desk.writes.check_writable()
-        reserved = self._reserved
-        if reserved is None:
-            self._desk.rooms.check(self._most)
-            reserved = self._reserved = self._desk.reservations.make(self._known().plain, most=self._most)
+        reserved = self._reserved or await self._make()
         if reserved.is_at_work:
             raise ReservationError(f"reservation {self.number}: expected one that nobody works on, found one at work")
         check_open(self._desk.reservations, reserved)
@@ -193,6 +190,17 @@ class Slot:
             self._put_down(reserved)
             raise
         return self
+
+    async def _make(self) -> Reserved:
+        """Reserve, once there is room: who waits for that has reserved nothing yet."""
+        room = await self._desk.rooms.new(self._most)
+        if self._reserved is not None:  # in another task meanwhile
+            if room is not None:
+                room.give_back()
+            return self._reserved
+        reserved = self._reserved = self._desk.reservations.make(self._known().plain, most=self._most)
+        reserved.room = room
+        return reserved
 
     async def _begin(self, reserved: Reserved) -> None:
         if reserved.most:
