@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from asyncbuf._ingest.write_path import WritePath
     from asyncbuf._table.deliveries import Deliveries
-    from asyncbuf._table.tally import Tally
 
 MOST_NUMBERS = 2**62 - 1
 
@@ -41,16 +40,17 @@ class Producer:
     def __init__(
         self,
         name: str,
-        deliveries: Deliveries,
-        tally: Tally,
-        writes: WritePath,
+        deliveries: Any,
+        tally: Any,
+        writes: Any,
         prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
         turn: Callable[[], Awaitable[None]],
         durable: Callable[..., Awaitable[None]],
     ) -> None:
         self.name: str = name
-        self._deliveries = deliveries
-        self._writes = writes
+        # The types are those of the attributes, which type checkers of users need not see.
+        self._deliveries: Deliveries = deliveries
+        self._writes: WritePath = writes
         self._prepare, self._prepare_one = prepare
         self._turn = turn
         self._durable = durable

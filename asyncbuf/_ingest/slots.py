@@ -79,11 +79,12 @@ class Slot:
     items. If that wait is cancelled, the reservation is unfinished like one whose work was.
     """
 
-    def __init__(self, desk: Desk, made: Made | None, reserved: Reserved | None = None, most: int = 0) -> None:
-        self._desk = desk
-        self._most = most if reserved is None else reserved.most
-        self._made = made
-        self._reserved = reserved
+    # The types are those of the attributes, which type checkers of users need not see.
+    def __init__(self, desk: Any, made: Any, reserved: Any = None, most: int = 0) -> None:
+        self._desk: Desk = desk
+        self._most: int = most if reserved is None else reserved.most
+        self._made: Made | None = made
+        self._reserved: Reserved | None = reserved
         self._partial: Any = None
         self._is_partial_known = made is not None
         self._timeout: asyncio.Timeout | None = None

@@ -23,7 +23,8 @@ LEAST = 0.99
 SHOWN = {
     "AsyncOnly",  # a base class without public methods
     "NoSyncIteration",  # likewise
-    "SnapshotMethods",  # the base class of ReplayBuffer; its methods are those of the buffer
+    "SnapshotMethods",  # a base class of ReplayBuffer; its methods are those of the buffer
+    *("WriteMethods", "DeliveryMethods", "VersionMethods", "WatchMethods"),  # likewise
     "CheckpointReader",  # Snapshot.read and Snapshot.write are for Checkpointer
     "CheckpointWriter",  # likewise
     "Transfer",  # SaveProgress has its numbers
