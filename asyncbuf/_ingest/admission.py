@@ -172,6 +172,12 @@ class Admission:
         grant.items, grant.nbytes = items, nbytes
         self._hold(grant)
 
+    def restore(self, grant: Grant, items: int, nbytes: int) -> None:
+        """A grant is for so many items again, of so many bytes: they were not written. Nothing if it has ended."""
+        if (grant.items, grant.nbytes) != (items, nbytes) and self.end(grant):
+            grant.items, grant.nbytes = items, nbytes
+            self._hold(grant)
+
     def shrink(self, grant: Grant, items: int) -> None:
         """Give back a part of a grant; does nothing if it has ended."""
         if items and self.end(grant):

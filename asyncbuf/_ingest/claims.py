@@ -116,6 +116,7 @@ class NumberClaim:
     def refused(self) -> None:
         """The number is used up: nobody shall send these items again."""
         self.written()
+        self._deliveries.refused += 1
 
 
 def checked_key(key: Any) -> Key:

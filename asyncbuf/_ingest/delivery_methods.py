@@ -119,6 +119,11 @@ class DeliveryMethods:
         least = size if least is None else count(least, "least", 1, most=size, example=size)
         deadline = seconds(deadline, "deadline", is_positive=True)
         most = 0 if items is None else count(items, "items", 1, most=_MOST_ITEMS, example=8)
+        if self._table.writer.tables:
+            raise ValueError(
+                "reserve_group: expected a writer without tables, because the items of a group go into no certain one; "
+                f"found the tables {list(self._table.writer.tables)}: use reserve() and commit(items, table=...)"
+            )
         made = Made.of(key, payload)
         await self._turn()
         self._writes.check_writable()

@@ -64,6 +64,10 @@ class Desk:
         """Write the items of reservations, which end in the same step: at most so many, where there is a number."""
         return await self.writes.write_once(claim, self.at_most(most), items, priority, table, version, room)
 
+    def put_down(self, reserved: Reserved) -> None:
+        """Nobody will work on it, and room is given back. Called from any thread."""
+        self.writes.soon(functools.partial(self.rooms.leave, reserved))
+
     def at_most(self, most: int) -> Callable[[Any], Any]:
         """The same as ``prepare``, which refuses more items than there is room for."""
         return functools.partial(_at_most, self.prepare, most) if most else self.prepare

@@ -41,6 +41,10 @@ class Room:
         """Let others have so much of it."""
         self._admission.shrink(self.grant, items)
 
+    def restore(self, items: int, nbytes: int) -> None:
+        """It is for so many items again, of so many bytes: they were not written."""
+        self._admission.restore(self.grant, items, nbytes)
+
     async def settle(self, items: int, nbytes: int) -> None:
         """Wait until these items fit into it, of so many bytes each, which nobody knew before."""
         await self._admission.settle(self.grant, items, nbytes)

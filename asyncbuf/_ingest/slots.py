@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -76,7 +77,7 @@ class Slot:
     members have failed.
 
     With ``items=n`` the block waits at its beginning, before any work is done, until the limiter has room for so many
-    items. If that wait is cancelled, the reservation is unfinished like one whose work was.
+    items. Who waits for that has reserved nothing yet.
     """
 
     # The types are those of the attributes, which type checkers of users need not see.
@@ -305,7 +306,8 @@ class Slot:
 
     async def _hold(self, reserved: Reserved, group: Group, items: Any) -> bool:
         content = to_bytes(items, f"reservation {reserved.number}, items")
-        if self._timeout is not None:
+        when = None if self._timeout is None else self._timeout.when()
+        if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(None)  # it was in time
         if not group.is_last(reserved, _now()):
             reserved.items, reserved.status = content, Status.HELD
@@ -313,7 +315,12 @@ class Slot:
         if group.count(Status.HELD) + 1 < group.least:
             self._give_up(group)
             check_open(self._desk.reservations, reserved)
-        return await self._write_group(reserved, group, Status.HELD, content)
+        try:
+            return await self._write_group(reserved, group, Status.HELD, content)
+        except BaseException:
+            if self._timeout is not None and reserved.status is Status.OPEN and not self._timeout.expired():
+                self._timeout.reschedule(when)  # nothing was committed
+            raise
 
     async def _end_member(self, reserved: Reserved, group: Group, status: Status) -> None:
         """A member ends without items: the others may be too few now, or complete."""
@@ -323,7 +330,8 @@ class Slot:
             reserved.status = status
             self._give_up(group)
         elif is_last:
-            await self._write_group(reserved, group, status, b"")
+            with contextlib.suppress(SchemaError):  # then the group has ended, and this member has its own reason
+                await self._write_group(reserved, group, status, b"")
         else:
             reserved.status = status
             if group.room is not None:
@@ -341,14 +349,27 @@ class Slot:
         parts = [member.items for member in group.members if member is not reserved and member.status is Status.HELD]
         if content:
             parts.insert(sum(m.status is Status.HELD for m in group.members[: reserved.number - group.number]), content)
-        items = joined([from_bytes(part, f"group {group.number}") for part in parts])
         claim = ReservedClaim(self._desk, reserved, group.key, (reserved, status))
-        return await self._desk.write(claim, items, 0, _room_of(reserved))
+        try:
+            items = joined([from_bytes(part, f"group {group.number}") for part in parts])
+            return await self._desk.write(claim, items, 0, _room_of(reserved))
+        except SchemaError:
+            # Those of this member fit, and those of another one do not any more: no member could ever end the group.
+            self._give_up(group)
+            raise
 
     def _stop(self) -> None:
         """End the work, since its group is given up."""
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(_now())
+
+    def __del__(self) -> None:
+        """A member of a group that nobody has begun to work on, and nobody can any more, is unfinished."""
+        reserved = getattr(self, "_reserved", None)
+        if reserved is None or not reserved.is_given_out or reserved.is_at_work:
+            return
+        reserved.is_given_out = False
+        self._desk.put_down(reserved)
 
     def __repr__(self) -> str:
         """Its number, and whether it is open."""

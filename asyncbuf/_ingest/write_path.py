@@ -222,8 +222,14 @@ class WritePath:
         self, room: Room, prepared: Prepared, prepare: Prepare, items: Any, begin: Callable[[], None] | None
     ) -> Placement:
         """As ``_write_admitted``, with what was admitted before; an error leaves that as it is."""
+        before = room.grant.items, room.grant.nbytes
         await room.settle(prepared.count, self._table.limits.weigh(prepared))
-        return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, room.grant, begin)
+        try:
+            confirmed = self._confirmed(prepared, prepare, items)
+            return await self._write_in_turn(confirmed, prepare, items, room.grant, begin)
+        except BaseException:
+            room.restore(*before)  # unless they were written all the same
+            raise
 
     async def _write_in_turn(
         self,
@@ -377,6 +383,14 @@ class WritePath:
             f"{what}: {error!r}. Its state does not go with the rows any more: restore a checkpoint, or make a new "
             "buffer"
         ) from error
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Do something in the event loop of the buffer; at once, if it has none. Called from any thread."""
+        loop = self._life.loop
+        if loop is None:
+            action()
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(action)
 
     def check_writable(self) -> None:
         """Refuse items that the buffer does not take.

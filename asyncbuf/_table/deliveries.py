@@ -31,6 +31,10 @@ class Deliveries:
     Args:
         window: how many keys are kept, those written last.
         written: says how many items have been written.
+
+    Attributes:
+        next_numbers: the next number of each producer.
+        refused: how many numbers were used up by writes that were too old.
     """
 
     def __init__(self, window: int, written: Callable[[], int]) -> None:
@@ -44,6 +48,7 @@ class Deliveries:
         self._gone = 0  # how many keys of the first block have left the window
         self._loose: list[Key] = []
         self.next_numbers: dict[str, int] = {}
+        self.refused = 0
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -100,14 +105,15 @@ class Deliveries:
             "keys": [text for text, _ in blocks],
             "positions": [positions for _, positions in blocks],
             "gone": self._gone,
+            "refused": self.refused,
             "producers": [_text(list(self.next_numbers))] if self.next_numbers else [],
             "numbers": [torch.tensor(list(self.next_numbers.values()))] if self.next_numbers else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the keys that are within the window here, and the producers."""
-        texts, positions, gone, producers, numbers = fields(
-            state, "deliveries", keys=list, positions=list, gone=int, producers=list, numbers=list
+        texts, positions, gone, refused, producers, numbers = fields(
+            state, "deliveries", keys=list, positions=list, gone=int, refused=int, producers=list, numbers=list
         )
         blocks = _blocks(texts, positions)
         keys = [key for found, _ in blocks for key in found]
@@ -131,7 +137,7 @@ class Deliveries:
             last = self._blocks.pop().count
             self._loose = kept[-last:] if self._blocks else kept
             self._gone = self._gone if self._blocks else 0
-        self.next_numbers = dict(zip(names, nexts, strict=True))
+        self.next_numbers, self.refused = dict(zip(names, nexts, strict=True)), refused
 
     def verify(self, rows: Rows) -> None:
         """Refuse keys of items that were not written.
@@ -140,7 +146,7 @@ class Deliveries:
             CheckpointCorruptError: there are some.
         """
         last = self._positions[self._order[-1]] if self._order else 0
-        if last > rows.write_count or sum(self.next_numbers.values()) > rows.write_count:
+        if last > rows.write_count or sum(self.next_numbers.values()) > rows.write_count + self.refused:
             raise CheckpointCorruptError(
                 f"deliveries: expected keys and numbers of at most {rows.write_count} items written, found more"
             )

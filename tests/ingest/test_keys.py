@@ -378,6 +378,7 @@ def forged(state: dict[str, Any]) -> list[dict[str, Any]]:
         {**good, "positions": [torch.tensor([1.0, 2.0, 3.0])]},
         {**good, "gone": 4},
         {**good, "gone": -1},
+        {**good, "refused": -1},
         {**good, "producers": [text("[3]")]},
         {**good, "producers": [text('["p","p"]')], "numbers": [torch.tensor([1, 1])]},
         {**good, "numbers": [torch.tensor([0])]},
