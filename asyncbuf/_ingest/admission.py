@@ -56,7 +56,7 @@ class _Writer:
         self.nbytes = nbytes
         self.is_reserved = is_reserved
         self.before: Grant | None = None
-        self.task = asyncio.current_task()
+        self.task: asyncio.Task[Any] | None = asyncio.current_task()
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.grant: Grant | None = None
         self.error: BaseException | None = None
@@ -210,6 +210,7 @@ class Admission:
             self._leave(writer)
             raise
         finally:
+            writer.task = None  # it will have the error, whose frames have the writer
             self._stalls.waited()
 
     def _may_write(self, items: int, nbytes: int) -> bool:

@@ -146,11 +146,13 @@ class ClassRows:
 
     def _make_room(self, slots: Int64Array, sizes: Int64Array) -> None:
         """Give some slots the room for so many rows, and as much again, where they have too little."""
+        asked, wanted = slots, sizes
         small = sizes > self._rooms[slots]
         slots, rooms = slots[small], np.maximum(2 * sizes[small], _LEAST_ROOM)
         if self._end + int(rooms.sum()) > len(self._rows):
             # A new array for all, in which each piece has some room. Those that need it move below.
             every = np.maximum(self.sizes + self.sizes // 2, _LEAST_ROOM)
+            every[asked] = np.maximum(every[asked], wanted)  # also where there was enough, and is less now
             total = int(every.sum() + rooms.sum())
             array = np.zeros(2 * total, self._rows.dtype)
             self._end = 0

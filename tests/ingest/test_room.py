@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -584,3 +586,24 @@ async def test_numbers_of_writes_that_were_too_old_are_saved() -> None:
     other = ReplayBuffer(TensorStorage(8), batch_size=1, staleness=Staleness(0, version_key="number"))
     await other.load_state_dict(state)
     assert other.producer("actor").next_number == 3
+
+
+@pytest.mark.parametrize("call", ["extend", "reserve_group"])
+async def test_a_call_that_is_refused_while_it_waits_leaves_no_cycle(call: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        buffer = made(8)
+        async with buffer:
+            await buffer.extend(rows(8))
+            waiting: Any = buffer.extend(rows(1)) if call == "extend" else buffer.reserve_group("p", 2, items=2)
+            task = asyncio.ensure_future(waiting)
+            await turns()
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), BufferClosedError)
+        alive = weakref.ref(buffer)
+        del buffer, task, waiting
+        await turns()
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -283,3 +283,34 @@ async def test_a_state_that_is_none_is_refused(key: str, value: Any, error: type
 def test_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         StratifiedSampler(**{"class_key": "kind", **arguments})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_piece_of_a_class_grows_into_another(seed: int) -> None:
+    """Many rows of several classes at once, some with enough room and some without."""
+    chance = np.random.default_rng(seed)
+    rows = ClassRows(40_000)
+    expected: dict[int, set[int]] = {}
+    start = 0
+    while start < 36_000:
+        count = int(chance.integers(1, 6_000))
+        of_each = chance.integers(0, chance.integers(1, 12), count)
+        added = np.arange(start, start + count)[: 40_000 - start]
+        of_each = of_each[: len(added)]
+        rows.add(added, of_each)
+        for value in np.unique(of_each).tolist():
+            expected.setdefault(value, set()).update(added[of_each == value].tolist())
+        start += len(added)
+        for value, wanted in expected.items():
+            found = rows.rows(rows.slot(value)).tolist()
+            assert len(found) == len(wanted)
+            assert set(found) == wanted
+
+
+@pytest.mark.parametrize("count", [4_097, 12_288, 20_000])
+async def test_a_large_write_is_drawn_whole_and_restored(count: int) -> None:
+    buffer = ReplayBuffer(TensorStorage(count), sampler=StratifiedSampler("label"), batch_size=6)
+    await buffer.extend({"label": torch.arange(count) % 6})
+    other = ReplayBuffer(TensorStorage(count), sampler=StratifiedSampler("label"), batch_size=6)
+    await other.load_state_dict(await buffer.state_dict())
+    assert len(other) == count
