@@ -26,6 +26,8 @@ from asyncbuf.errors import BufferClosedError
 from asyncbuf.stats import BufferStats, Ledger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.queue import TicketQueue
     from asyncbuf.shard import Ranks
@@ -78,7 +80,8 @@ class Assembly:
             self.table = (NotingTable if limiter.counts_unread or limiter.counts_overwrites else Table)(*parts)
         self.guard = ReentryGuard()
         last_writer, limiter = LastWriter(), config.limiter
-        is_certain = sampler.trusted and limiter.trusted
+        # Whether a version begins is up to the program.
+        is_certain = sampler.trusted and limiter.trusted and not limiter.needs_versions
         self.stalls = Stalls(self.life, self.gate, last_writer, is_certain=is_certain)
         combine = sampler.combine if "combine" in sampler.hooks else None
         combines_at_once = sampler.combines_at_once and config.collate is None
@@ -113,6 +116,7 @@ class Assembly:
             combine=combine if combines_at_once else None,
             refuse=(
                 self.stalls.close,
+                self._refuse_ranks,
                 durability.refuse,
                 *(() if self.admission is None else (self.admission.refuse,)),
             ),
@@ -133,6 +137,10 @@ class Assembly:
         state = BufferState(self.table, chain, Config(config.batch_size, config.prefetch))
         self.snapshots = Snapshotter(state, prefetch.standstill, self.gate, self.guard)
         self.freezer = self.snapshots.freezer
+
+    def _refuse_ranks(self, error: Callable[[], Exception]) -> None:
+        if self.ranks is not None:
+            self.ranks.refuse(error)
 
     def recover(self) -> None:
         """Close a buffer whose event loop was closed under it."""

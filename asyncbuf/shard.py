@@ -42,7 +42,8 @@ class Ranks:
         self._is_known = is_known
         self._batches: deque[Batch[Any]] = deque()
         self._had = [0] * world  # how many of these batches each rank has had
-        self._turn = asyncio.Condition()
+        self._lock = asyncio.Lock()
+        self._waiting: set[asyncio.Future[Callable[[], Exception] | None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def next(self, rank: int, take: Callable[[], Awaitable[Batch[Any]]]) -> Batch[Any]:
@@ -52,26 +53,51 @@ class Ranks:
             rank: the rank.
             take: awaited for the next batch of the buffer, on lease.
         """
-        if self._loop is not asyncio.get_running_loop():
-            self._loop, self._turn = asyncio.get_running_loop(), asyncio.Condition()
-        async with self._turn:
-            while True:
-                self._forget_unknown()
-                had = self._had[rank]
-                if had < len(self._batches):
-                    break
-                if had >= self._ahead:
-                    await self._turn.wait()
-                    continue
-                # The others wait for this: it is their next batch, too. If it fails, they try themselves.
-                self._batches.append(await take())
-            part = self._batches[had].part(rank, self.world)
-            self._had[rank] += 1
-            self._turn.notify_all()
-            while min(self._had):
-                self._had = [had - 1 for had in self._had]
-                self._end(self._batches.popleft())
-            return part
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._lock = loop, asyncio.Lock()
+        while True:
+            self._forget_unknown()
+            if self._had[rank] < len(self._batches):
+                return self._part(rank)
+            if self._had[rank] >= self._ahead:
+                await self._others(loop)
+                continue
+            async with self._lock:
+                # It is the next batch of the others, too. If it fails, they try themselves.
+                if self._had[rank] >= len(self._batches):
+                    self._batches.append(await take())
+
+    def _part(self, rank: int) -> Batch[Any]:
+        part = self._batches[self._had[rank]].part(rank, self.world)
+        self._had[rank] += 1
+        while min(self._had):
+            self._had = [had - 1 for had in self._had]
+            self._end(self._batches.popleft())
+        self._wake()
+        return part
+
+    async def _others(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until another rank has read."""
+        wake: asyncio.Future[Callable[[], Exception] | None] = loop.create_future()
+        self._waiting.add(wake)
+        try:
+            error = await wake
+        finally:
+            self._waiting.discard(wake)
+        if error is not None:
+            raise error()
+
+    def _wake(self) -> None:
+        for wake in self._waiting:
+            if not wake.done():
+                wake.set_result(None)
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """Tell those that wait for other ranks that nothing will come."""
+        for wake in self._waiting:
+            if not wake.done():
+                wake.set_result(error)
 
     @property
     def is_even(self) -> bool:

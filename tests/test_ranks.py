@@ -249,3 +249,20 @@ async def test_passes_and_odd_calls() -> None:
                 buffer.shard(rank, world)  # type: ignore[arg-type]
     first, second = await whole(1), await whole(1)
     assert_same_batch(first[0], second[0])
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_a_rank_that_waits_for_another_is_told_of_the_end(depth: int) -> None:
+    buffer = made(depth)
+    await buffer.extend(rows(40))
+    async with buffer:
+        shard = buffer.shard(0, 2)
+        for _ in range(depth + 1):
+            await within(shard.sample())
+        waiting = asyncio.create_task(shard.sample())
+        await turns()
+        assert not waiting.done()
+    (found,) = await outcomes(waiting)
+    assert isinstance(found, BufferClosedError)
+    async with buffer:
+        assert (await within(buffer.shard(1, 2).sample())).number == 0

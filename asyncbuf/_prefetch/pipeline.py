@@ -71,6 +71,7 @@ class Pipeline:
         self._life = lifecycle
         self._stalls = stalls
         self._held = False
+        self._ended: list[Batch] = []  # on lease, and acknowledged while the buffer stood still
         self._may_be_drawn_as_batch = chain.is_empty and not table.listens_to_hand_over
         self.main_queue = queues.main
         self.gave_up: str | None = None
@@ -151,12 +152,15 @@ class Pipeline:
         One that is too old by then is dropped. Does nothing if another state was put in place meanwhile, to which the
         batch does not belong.
         """
-        if is_done:
+        if is_done and self._held:  # all that is captured while the buffer stands still has the batch
+            self._ended.append(batch)
+        elif is_done:
             entry = self._leases.acknowledge(batch)
             if entry is not None:
                 self._taken(entry.ticket)
                 if self._drawer.finished:
                     self._queues.notify_all()
+                self._stalls.starved()
         elif (entry := self._leases.entry(batch)) is not None and self._table.is_too_old(entry.ticket.draw):
             self._gate.submit(functools.partial(self._drop, batch))
         elif entry is not None:
@@ -295,6 +299,9 @@ class Pipeline:
     def release(self) -> None:
         """Hand over again."""
         self._held = False
+        ended, self._ended = self._ended, []
+        for batch in ended:
+            self.end_lease(batch, is_done=True)
         self._queues.notify(is_stuck=self._in_order.stuck is not None)
         self._stalls.starved()
 
@@ -302,8 +309,8 @@ class Pipeline:
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing is handed over for now."""
-        return self._held
+        """Whether calls may go on without anybody who waits: nothing is handed over for now, or a batch is on lease."""
+        return self._held or bool(self._leases)
 
     @property
     def first_calls(self) -> list[object]:

@@ -15,6 +15,7 @@ from asyncbuf import (
     BufferClosedError,
     ConsumingSampler,
     PrefetchError,
+    Queue,
     ReplayBuffer,
     SamplerWithoutReplacement,
     TensorStorage,
@@ -22,6 +23,7 @@ from asyncbuf import (
 from asyncbuf.testing import assert_same_batch
 from tests.helpers import fingerprint, rows, seeded, take, turns, until, wander, within
 from tests.resume_helpers import check_stream, make, restored, saved, write
+from tests.virtual_clock import pass_by, run_virtually
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -408,3 +410,40 @@ def test_memory_of_a_batch_is_not_used_again_while_it_is_out() -> None:
             assert all(torch.equal(value, kept[key]) for key, value in batch.data.items())
 
     asyncio.run(run())
+
+
+async def test_all_snapshots_of_a_freeze_have_the_batch(tmp_path: Path) -> None:
+    buffer = made(0, sampler=ConsumingSampler())
+    await buffer.extend(rows(6))
+    async with buffer:
+        lease = buffer.lease()
+        batch = await lease.__aenter__()
+        async with buffer.frozen():
+            before = await buffer.state_dict()
+            await lease.__aexit__(None, None, None)
+            assert buffer.stats().leased == 1
+            after = await buffer.state_dict()
+        await turns()
+        assert (buffer.stats().leased, buffer.stats().delivered, len(buffer)) == (0, 1, 3)
+        assert closes(buffer)
+    for state in (before, after):
+        other = made(0, sampler=ConsumingSampler())
+        await other.load_state_dict(state)
+        async with other:
+            assert_same_batch(await within(other.sample()), batch)
+            await turns()
+            assert len(other) == 3
+
+
+def test_who_waits_for_the_end_of_a_lease_is_not_told_that_nobody_goes_on() -> None:
+    async def program() -> None:
+        buffer = made(0, sampler=ConsumingSampler(), limiter=Queue(3))
+        await buffer.extend(rows(3))
+        async with buffer:
+            async with buffer.lease():
+                waiting = [asyncio.create_task(buffer.sample()), asyncio.create_task(buffer.extend(rows(3, 3)))]
+                await pass_by(5.0)
+                assert not any(task.done() for task in waiting)
+            await asyncio.gather(*waiting)
+
+    run_virtually(program())
