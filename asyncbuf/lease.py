@@ -34,7 +34,7 @@ class Lease(Generic[DataT_co]):
         timeout: how long the block may take, in seconds; None without a limit.
     """
 
-    __slots__ = ("_batch", "_end", "_limit", "_take", "_timeout")
+    __slots__ = ("_batch", "_end", "_is_used", "_limit", "_take", "_timeout")
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Lease(Generic[DataT_co]):
         self._timeout = timeout
         self._limit: asyncio.Timeout | None = None
         self._batch: Batch[DataT_co] | None = None
+        self._is_used = False
 
     async def __aenter__(self) -> Batch[DataT_co]:
         """Wait for the batch.
@@ -54,8 +55,9 @@ class Lease(Generic[DataT_co]):
         Raises:
             AsyncBufError: this lease was used before; the other errors are those of ``sample``.
         """
-        if self._batch is not None:
+        if self._is_used:
             raise AsyncBufError("lease: expected a new one for each block, as in `async with buffer.lease() as batch`")
+        self._is_used = True
         batch = self._batch = await self._take()
         if self._timeout is not None:
             self._limit = asyncio.timeout(self._timeout)

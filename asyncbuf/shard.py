@@ -107,9 +107,9 @@ class Ranks:
 
     def _forget_unknown(self) -> None:
         """Begin anew if another state was put in place: it has the batches that not all ranks have had."""
-        if self._batches and not self._is_known(self._batches[0]):
-            self._batches.clear()
-            self._had = [0] * self.world
+        while self._batches and not self._is_known(self._batches[0]):
+            self._batches.popleft()
+            self._had = [max(0, had - 1) for had in self._had]
 
     def blocked(self) -> list[str]:
         """In words, for which ranks others wait."""

@@ -266,3 +266,26 @@ async def test_a_rank_that_waits_for_another_is_told_of_the_end(depth: int) -> N
     assert isinstance(found, BufferClosedError)
     async with buffer:
         assert (await within(buffer.shard(1, 2).sample())).number == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+async def test_a_restore_while_a_rank_waits_for_data(depth: int) -> None:
+    async with made(depth, sampler=ConsumingSampler()) as source:
+        await source.extend(rows(12, 100))
+        state = await source.state_dict()
+    async with made(depth, sampler=ConsumingSampler()) as buffer:
+        await buffer.extend(rows(6))
+        one, two = buffer.shard(0, 2), buffer.shard(1, 2)
+        await one.sample()
+        if depth == 0:  # a rank may be ahead by one only
+            await two.sample()
+        waiting = asyncio.create_task(one.sample())
+        await turns()
+        assert not waiting.done()
+        await buffer.load_state_dict(state)
+        assert (await within(waiting)).number == 0
+        assert [(await within(two.sample())).number for _ in range(2)] == [0, 1]
+        assert (await within(one.sample())).number == 1
+        await turns()
+        assert buffer.stats().leased == 0
+        assert buffer.stats().ledger.closes

@@ -362,6 +362,10 @@ async def test_wrong_calls() -> None:
             pass
         with pytest.raises(AsyncBufError, match="expected a new one for each block"):
             await lease.__aenter__()
+        twice = buffer.lease()
+        found = await asyncio.gather(twice.__aenter__(), twice.__aenter__(), return_exceptions=True)
+        assert [isinstance(each, AsyncBufError) for each in found] == [False, True]
+        await twice.__aexit__(None, None, None)
         for timeout in (-1, "1", True, float("nan")):
             with pytest.raises((TypeError, ValueError), match="timeout"):
                 buffer.lease(timeout=timeout)  # type: ignore[arg-type]
