@@ -143,6 +143,8 @@ class LeaseMethods(Generic[DataT_co]):
         ranks = parts.ranks
         if ranks is None or (ranks.world != world and ranks.is_even):
             depth = 0 if pipeline.main_queue is None else pipeline.main_queue.depth
+            if ranks is not None:
+                ranks.is_replaced = True
             end = functools.partial(pipeline.end_lease, is_done=True)
             ranks = parts.ranks = Ranks(world, depth + 1, end, pipeline.is_leased)
         if ranks.world != world:

@@ -27,6 +27,9 @@ class Ranks:
         ahead: how many batches a rank may be ahead of the last one.
         end: told that every rank has had its part of a batch.
         is_known: whether a batch is still on lease: not if another state was put in place.
+
+    Attributes:
+        is_replaced: whether ranks of another number read now.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Ranks:
         self._ahead = ahead
         self._end = end
         self._is_known = is_known
+        self.is_replaced = False
         self._batches: deque[Batch[Any]] = deque()
         self._had = [0] * world  # how many of these batches each rank has had
         self._lock = asyncio.Lock()
@@ -53,6 +57,10 @@ class Ranks:
             rank: the rank.
             take: awaited for the next batch of the buffer, on lease.
         """
+        if self.is_replaced:
+            raise ValueError(
+                f"world: expected no rank of {self.world} any more, since ranks of another number read now"
+            )
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._lock = loop, asyncio.Lock()

@@ -289,3 +289,12 @@ async def test_a_restore_while_a_rank_waits_for_data(depth: int) -> None:
         await turns()
         assert buffer.stats().leased == 0
         assert buffer.stats().ledger.closes
+
+
+async def test_ranks_that_do_not_agree_on_their_number() -> None:
+    async with made() as buffer:
+        await buffer.extend(rows(40))
+        old = buffer.shard(0, 2)
+        await buffer.shard(1, 3).sample()
+        with pytest.raises(ValueError, match="world: expected no rank of 2"):
+            await old.sample()

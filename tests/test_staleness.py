@@ -379,6 +379,9 @@ async def test_odd_calls() -> None:
     keyed = made(staleness=Staleness(1, version_key="value"))
     with pytest.raises(SchemaError, match="value: expected integers"):
         await keyed.extend({"value": torch.zeros(2)})
+    for odd in (-1, 2**53 + 1, 2**62, -(2**63)):
+        with pytest.raises(SchemaError, match="value: expected versions from 0"):
+            await keyed.extend({"value": torch.tensor([0, odd])})
     with pytest.raises(SchemaError, match="value"):
         await keyed.extend({"other": torch.zeros(2)})
     assert repr(Staleness(2, version_key="v")) == "Staleness(2, version_key='v')"

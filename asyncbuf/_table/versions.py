@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # The version of a row without an item: never too old.
 _NONE = 2**62
+_MOST = 2**53
 _logger = logging.getLogger("asyncbuf")
 
 
@@ -85,6 +86,9 @@ class Versions:
         policy, versions, ids = self._policy, said, None
         if versions is None and policy.version_key is not None:
             found = _integers(columns[policy.version_key], policy.version_key)
+            if found.size and not 0 <= int(found.min()) <= int(found.max()) <= _MOST:
+                odd = found[(found < 0) | (found > _MOST)]
+                raise SchemaError(f"{policy.version_key}: expected versions from 0 to 2**53, found {odd[:4].tolist()}")
             versions = found.reshape(len(found), -1).min(axis=1, initial=_NONE)
         if policy.id_key is not None:
             ids = _integers(columns[policy.id_key], policy.id_key)
