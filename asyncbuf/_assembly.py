@@ -23,14 +23,12 @@ from asyncbuf._table.versioned import VersionedTable
 from asyncbuf.checkpoint._buffer_state import BufferState, Config
 from asyncbuf.checkpoint._snapshotter import Snapshotter
 from asyncbuf.errors import BufferClosedError
+from asyncbuf.shard import RanksNow
 from asyncbuf.stats import BufferStats, Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asyncbuf._config import BufferConfig
     from asyncbuf._prefetch.queue import TicketQueue
-    from asyncbuf.shard import Ranks
 
 # Up to so many rows of a batch, nobody asks whether they fit into memory.
 _LARGE = 1 << 20
@@ -53,7 +51,7 @@ class Assembly:
         writes: the way of an item.
         queues: tickets that nobody has taken, and the consumers that wait for them.
         leases: batches that consumers have for a while.
-        ranks: those that share each batch; None before there are any.
+        ranks_now: the ranks that share each batch.
         drawer: draws tickets.
         gatherer: reads their rows.
         fetcher: makes them into batches.
@@ -69,6 +67,7 @@ class Assembly:
         storage.expect(config.prefetch + config.workers + 2)
         storage.will_collate(config.collate_fn is None)
         self.life = Lifecycle()
+        self.ranks_now = RanksNow()
         self.gate = HistoryGate()
         limiter = config.limiter
         parts = storage, config.writer, sampler, limiter, config.generator, config.batch_size, config.key_window
@@ -116,7 +115,7 @@ class Assembly:
             combine=combine if combines_at_once else None,
             refuse=(
                 self.stalls.close,
-                self._refuse_ranks,
+                self.ranks_now.refuse,
                 durability.refuse,
                 *(() if self.admission is None else (self.admission.refuse,)),
             ),
@@ -125,7 +124,6 @@ class Assembly:
         )
         self.queues = prefetch.queues
         self.leases = prefetch.leases
-        self.ranks: Ranks | None = None
         self.drawer = prefetch.drawer
         self.gatherer = prefetch.gatherer
         self.fetcher = prefetch.fetcher
@@ -137,10 +135,6 @@ class Assembly:
         state = BufferState(self.table, chain, Config(config.batch_size, config.prefetch))
         self.snapshots = Snapshotter(state, prefetch.standstill, self.gate, self.guard)
         self.freezer = self.snapshots.freezer
-
-    def _refuse_ranks(self, error: Callable[[], Exception]) -> None:
-        if self.ranks is not None:
-            self.ranks.refuse(error)
 
     def recover(self) -> None:
         """Close a buffer whose event loop was closed under it."""
@@ -259,8 +253,8 @@ class Assembly:
         if self.admission is not None:
             reasons += self.admission.blocked()
         reasons += self.table.durability.blocked()
-        if self.ranks is not None:
-            reasons += self.ranks.blocked()
+        if self.ranks_now.ranks is not None:
+            reasons += self.ranks_now.ranks.blocked()
         if self.pipeline.waits_for_data and self.writes.last_writer.is_gone:
             reasons.append(str(self.writes.last_writer))
         if reasons:

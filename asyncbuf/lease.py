@@ -140,13 +140,13 @@ class LeaseMethods(Generic[DataT_co]):
         """
         world = count(world, "world", 1, example=4)
         parts, pipeline = self._parts, self._pipeline
-        ranks = parts.ranks
+        ranks = parts.ranks_now.ranks
         if ranks is None or (ranks.world != world and ranks.is_even):
             depth = 0 if pipeline.main_queue is None else pipeline.main_queue.depth
             if ranks is not None:
                 ranks.is_replaced = True
             end = functools.partial(pipeline.end_lease, is_done=True)
-            ranks = parts.ranks = Ranks(world, depth + 1, end, pipeline.is_leased)
+            ranks = parts.ranks_now.ranks = Ranks(world, depth + 1, end, pipeline.is_leased)
         if ranks.world != world:
             raise ValueError(f"world: expected {ranks.world}, because batches are still out for them; found {world}")
         take = functools.partial(self._lease, None)

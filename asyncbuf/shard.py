@@ -128,6 +128,22 @@ class Ranks:
         return [f"ranks {late} of {self.world} have not had batch {self._batches[least].number}, and the others wait"]
 
 
+class RanksNow:
+    """The ranks that read from a buffer now.
+
+    Attributes:
+        ranks: all of them; None before there are any.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """Tell those that wait for other ranks that nothing will come."""
+        if self.ranks is not None:
+            self.ranks.refuse(error)
+
+
 class Shard(NoSyncIteration, Generic[DataT_co]):
     """The part of one rank of every batch; ``buffer.shard(rank, world)`` makes it.
 
