@@ -78,7 +78,7 @@ class Assembly:
         else:
             self.table = (NotingTable if limiter.counts_unread or limiter.counts_overwrites else Table)(*parts)
         self.guard = ReentryGuard()
-        last_writer, limiter = LastWriter(), config.limiter
+        last_writer = LastWriter()
         # Whether a version begins is up to the program.
         is_certain = sampler.trusted and limiter.trusted and not limiter.needs_versions
         self.stalls = Stalls(self.life, self.gate, last_writer, is_certain=is_certain)

@@ -108,14 +108,16 @@ class Admission:
         """Number of writers that are held back."""
         return len(self._waiting)
 
-    def admit_now(self, items: int, nbytes: int = 0) -> Grant | None:
-        """As ``admit``, without waiting; None if the call has to wait.
+    def admit_now(self, items: int, nbytes: int = 0, *, is_reserved: bool = False) -> Grant | None:
+        """As ``admit`` or ``admit_reserved``, without waiting; None if the call has to wait.
 
         Raises:
             Exception: the limiter says that they never can be written.
         """
         # Asked even if others wait: what can never be written is refused at once.
-        return self._granted(items, nbytes) if self._may_write(items, nbytes) and not self._waiting else None
+        if not self._may_write(items, nbytes) or self._waiting:
+            return None
+        return self._granted(items, nbytes, is_reserved=is_reserved)
 
     async def admit(self, items: int, nbytes: int = 0) -> Grant:
         """Wait until so many items, of so many bytes each, may be written. The caller writes them, or gives them back.
@@ -131,20 +133,11 @@ class Admission:
 
     # -- room for what is still to be made ----------------------------------------------------------------------------
 
-    def check(self, items: int) -> None:
-        """Refuse so many items if there is never room for them.
-
-        Raises:
-            ValueError: the limiter says so.
-        """
-        self._may_write(items, self._limits.typical_nbytes(self._table.rows))
-
     async def admit_reserved(self, items: int) -> Grant:
         """As ``admit``, for items that are still to be made: each counts with the mean bytes of a stored one."""
         nbytes = self._limits.typical_nbytes(self._table.rows)
-        if self._may_write(items, nbytes) and not self._waiting:
-            return self._granted(items, nbytes, is_reserved=True)
-        return await self._admitted(_Writer(items, nbytes, is_reserved=True), "reserve")
+        grant = self.admit_now(items, nbytes, is_reserved=True)
+        return grant or await self._admitted(_Writer(items, nbytes, is_reserved=True), "reserve")
 
     async def settle(self, grant: Grant, items: int, nbytes: int) -> None:
         """Wait until what was admitted may be written with the bytes that it turned out to have: first in line.

@@ -77,7 +77,6 @@ class Rooms:
         """
         if not items or self._admission is None:
             return None
-        self._admission.check(items)
         return await self._room(self._admission, items)
 
     async def take(self, reserved: Reserved) -> None:
@@ -88,9 +87,7 @@ class Rooms:
         Raises:
             Exception: as of ``Admission.admit``.
         """
-        if not reserved.most or self._admission is None:
-            return
-        if reserved.room is not None:
+        if not reserved.most or self._admission is None or reserved.room is not None:
             return
         if reserved.group is None:
             reserved.room = await self._room(self._admission, reserved.most)

@@ -211,8 +211,7 @@ class WritePath:
         items: Any,
         begin: Callable[[], None] | None,
     ) -> Placement:
-        items_nbytes = self._table.limits.weigh(prepared)
-        grant = await admission.admit(prepared.count, items_nbytes)
+        grant = await admission.admit(prepared.count, self._table.limits.weigh(prepared))
         try:
             return await self._write_in_turn(self._confirmed(prepared, prepare, items), prepare, items, grant, begin)
         finally:

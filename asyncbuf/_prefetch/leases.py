@@ -27,12 +27,10 @@ class Leases:
         """How many are out."""
         return len(self._out)
 
-    def begin(self, entry: Entry, queue: TicketQueue) -> Batch:
+    def begin(self, entry: Entry, queue: TicketQueue) -> None:
         """A consumer gets the batch of a ticket that has just left its queue."""
-        batch = entry.batch
-        assert batch is not None
-        self._out[batch] = entry, queue.batch_size
-        return batch
+        assert entry.batch is not None
+        self._out[entry.batch] = entry, queue.batch_size
 
     def entry(self, batch: Batch) -> Entry | None:
         """The ticket of a batch; None if another state was put in place meanwhile."""

@@ -309,8 +309,13 @@ class Pipeline:
 
     @property
     def is_held(self) -> bool:
-        """Whether calls may go on without anybody who waits: nothing is handed over for now, or a batch is on lease."""
-        return self._held or bool(self._leases)
+        """Whether nothing is handed over for now."""
+        return self._held
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether a batch is on lease, after whose end calls may go on."""
+        return bool(self._leases)
 
     @property
     def first_calls(self) -> list[object]:

@@ -52,6 +52,11 @@ class Consumers(Protocol):
         ...
 
     @property
+    def has_leases(self) -> bool:
+        """Whether a batch is on lease, after whose end calls may go on."""
+        ...
+
+    @property
     def first_calls(self) -> list[object]:
         """The first call of each queue."""
         ...
@@ -244,7 +249,8 @@ class Stalls:
     def _is_busy(self) -> bool:
         """Whether something goes on by itself, after which calls may go on."""
         writing = self._writers is not None and self._writers.is_writing
-        is_held = self._consumers is not None and self._consumers.is_held
+        consumers = self._consumers
+        is_held = consumers is not None and (consumers.is_held or consumers.has_leases)
         return writing or is_held or not self._gate.is_free
 
     def _check_standstill(self) -> None:
